@@ -1,0 +1,88 @@
+"""How the tests start the scripts: as a reader does, with a time limit, and leaving nothing behind."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE = (
+    str(ROOT / name)
+    for name in ("single_gpu.py", "multigpu.py", "multigpu_torchrun.py", "multinode.py")
+)
+
+
+def python(script, *args):
+    return [sys.executable, script, *map(str, args)]
+
+
+def torchrun(script, *args, nproc=2, options=("--standalone",)):
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options]
+    return [*launcher, f"--nproc_per_node={nproc}", script, *map(str, args)]
+
+
+def agent(endpoint, *args, nproc=1):
+    """The command of one of the two nodes of a multinode.py job."""
+    rendezvous = ("--rdzv-id=456", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    return torchrun(MULTINODE, *args, nproc=nproc, options=("--nnodes=2", *rendezvous))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start(command, cwd=".", **env):
+    """Start `command` with stdout and stderr in `output` (one file, as in a log) in `cwd`."""
+    Path(cwd).mkdir(exist_ok=True)
+    log = open(Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log", "w+")  # noqa: SIM115
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=os.environ | env,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    process.log = Path(log.name)
+    return process
+
+
+def finish(process, seconds=60):
+    """Wait for `process` and return (exit status, output). Past the limit, end it and fail."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        output = process.log.read_text()
+        process.kill()
+        for pid in pids(output):
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+        raise AssertionError(f"still running after {seconds} s:\n{output}") from None
+    return process.returncode, process.log.read_text()
+
+
+def run(command, seconds=60, status=0, cwd=".", **env):
+    """Run `command` to its end, expect that exit status and return what it printed."""
+    returncode, output = finish(start(command, cwd, **env), seconds)
+    assert returncode == status, f"exit status {returncode} of {command}:\n{output}"
+    return output
+
+
+def pids(output):
+    """The pids that the processes of a job printed when they started."""
+    return [int(pid) for pid in re.findall(r"\| Pid: (\d+) \|", output)]
+
+
+def alive(pid):
+    """Whether process `pid` runs; a zombie, which its parent has yet to reap, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
