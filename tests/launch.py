@@ -1,4 +1,4 @@
-"""How the tests start the scripts: as a reader does, with a time limit, and leaving nothing behind."""
+"""How the tests start the scripts: as a reader does, with a time limit, leaving nothing behind."""
 
 import os
 import re
