@@ -157,7 +157,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # a mistake is told in one line
         description=__doc__,
-        epilog="global batch size = batch_size * number of processes",
+        epilog="(Defaults in parentheses.) Global batch size = batch_size * number of processes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     positional = {"nargs": "?", "default": argparse.SUPPRESS, "help": "short for the option"}
@@ -169,18 +169,24 @@ def parse_args():
     option("--batch_size", "--batch-size", default=32, help="samples in a step of a process (32)")
     option("--seed", default=0, help="fixes the initial weights and the order of samples (0)")
     gpus = count_gpus()
-    option("--nproc", type=int, default=gpus or 2, help="processes, at most one per GPU (all GPUs)")
+    option("--nproc", default=gpus or 2, help="processes, at most one per GPU (GPUs, or else 2)")
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     args = parser.parse_intermixed_args()
-    for name, least in (("total_epochs", 1), ("save_every", 1), ("batch_size", 1), ("seed", 0)):
+    counts = {
+        "total_epochs": 1,
+        "save_every": 1,
+        "batch_size": 1,
+        "seed": 0,
+        "nproc": 1,
+    }  # and least values
+    for name, least in counts.items():
         text = str(getattr(args, name))
         if not text.isdecimal() or not least <= int(text) < 2**31:
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
         setattr(args, name, int(text))
-    if args.nproc < 1 or 0 < gpus < args.nproc:
-        most = f"at most {gpus}, the number of GPUs" if gpus else "at least 1"
-        parser.error(f"nproc: give {most}, not {args.nproc}")
+    if 0 < gpus < args.nproc:
+        parser.error(f"nproc: give at most {gpus}, the number of GPUs here, not {args.nproc}")
     return args
 
 

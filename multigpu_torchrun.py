@@ -213,7 +213,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # a mistake is told in one line
         description=__doc__,
-        epilog="global batch size = batch_size * number of processes",
+        epilog="(Defaults in parentheses.) Global batch size = batch_size * number of processes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.error = exit_on  # and not once by each rank
@@ -226,13 +226,12 @@ def parse_args():
     option("--batch_size", "--batch-size", default=32, help="samples in a step of a process (32)")
     option("--seed", default=0, help="fixes the initial weights and the order of samples (0)")
     path = "snapshot.pt"
-    option(
-        "--snapshot_path", "--snapshot-path", default=path, help=f"saved to, resumed from ({path})"
-    )
+    option("--snapshot_path", "--snapshot-path", default=path, help=f"to save and resume ({path})")
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     args = parser.parse_intermixed_args()
-    for name, least in (("total_epochs", 1), ("save_every", 1), ("batch_size", 1), ("seed", 0)):
+    counts = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}  # and least values
+    for name, least in counts.items():
         text = str(getattr(args, name))
         if not text.isdecimal() or not least <= int(text) < 2**31:
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")

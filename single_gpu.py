@@ -109,7 +109,7 @@ def parse_args():
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # a mistake is told in one line
         description=__doc__,
-        epilog="global batch size = batch_size * number of processes",
+        epilog="(Defaults in parentheses.) Global batch size = batch_size * number of processes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     positional = {"nargs": "?", "default": argparse.SUPPRESS, "help": "short for the option"}
@@ -123,7 +123,8 @@ def parse_args():
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     args = parser.parse_intermixed_args()
-    for name, least in (("total_epochs", 1), ("save_every", 1), ("batch_size", 1), ("seed", 0)):
+    counts = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}  # and least values
+    for name, least in counts.items():
         text = str(getattr(args, name))
         if not text.isdecimal() or not least <= int(text) < 2**31:
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")

@@ -1,0 +1,237 @@
+"""Snapshots: what is saved, when and by whom, and that a resumed run is the unbroken one."""
+
+import re
+import shutil
+
+import launch
+import pytest
+import torch
+
+CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.ROOT)}
+
+# A driver is a script of ours with one thing changed, and starts as the script itself does.
+WITH_DROPOUT = """
+import {script} as script
+from torch import nn
+layers = list(script.build_model())
+script.build_model = lambda: nn.Sequential(*layers[:-1], nn.Dropout(), layers[-1])
+script.main(script.parse_args())
+"""
+DYING_IN_THE_SECOND_SAVE = """
+import os, signal, torch
+import multigpu_torchrun as script
+def die(*args, **kwargs):
+    if "{call}" == "torch.save":
+        args[1].write(b"the first half of a snapsh")
+        args[1].flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+save_snapshot = script.Trainer._save_snapshot
+def save_once(trainer, epoch):
+    save_snapshot(trainer, epoch)
+    {call} = die
+script.Trainer._save_snapshot = save_once
+script.main(script.parse_args())
+"""
+
+
+def driver(folder, name, text):
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def alone():
+    """The environment of a job of one process, as torchrun would set it."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return CPU | ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
+
+
+def finish_all(processes):
+    """Wait for all of `processes`, expect exit status 0 and return their outputs."""
+    ends = [launch.finish(process, 90) for process in processes]
+    for status, output in ends:
+        assert status == 0, output
+    return [output for _, output in ends]
+
+
+def load(folder):
+    return torch.load(folder / "snapshot.pt", weights_only=True)
+
+
+def assert_same(one, other, tolerance=0):
+    """Same weights, optimizer, epochs and seed. Only the wandb run is each job's own."""
+    for snapshot in one, other:
+        assert any(
+            state["momentum_buffer"].any() for state in snapshot["optimizer"]["state"].values()
+        )
+    one, other = ({**snapshot, "wandb_id": None} for snapshot in (one, other))
+    torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+def losses(output):
+    """All `(rank, epoch, loss)` that a job printed, in no order of ranks."""
+    return sorted(re.findall(r"\[CPU(\d+)\] Epoch (\d+) .* Loss: (\S+)", output))
+
+
+def saves(output):
+    return [int(epoch) for epoch in re.findall(r"Epoch (\d+) \| Training snapshot saved", output)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Jobs of two processes and six epochs, unbroken and broken after three: folders and outputs.
+
+    The broken ones go on with another --seed, which must not count: the snapshot has one.
+    """
+    base = tmp_path_factory.mktemp("runs")
+    dropout = {
+        name: driver(base, f"{name}_with_dropout.py", WITH_DROPOUT.format(script=name))
+        for name in ("multigpu_torchrun", "multinode")
+    }
+
+    def start(folder, script, *args):
+        return launch.start(launch.torchrun(script, *args), base / folder, **CPU)
+
+    outputs = {}
+    for model, script in (
+        ("plain", launch.TORCHRUN_SCRIPT),
+        ("dropout", dropout["multigpu_torchrun"]),
+    ):
+        jobs = [start(f"{model}-unbroken", script, 6, 2, "--seed", 5)]
+        jobs += [start(f"{model}-broken", script, 3, 2, "--seed", 5)]
+        outputs[f"{model}-unbroken"], outputs[f"{model}-broken"] = finish_all(jobs)
+        shutil.copytree(base / f"{model}-broken", base / f"{model}-resumed")
+    shutil.copytree(base / "dropout-broken", base / "dropout-multinode-resumed")
+    jobs = [
+        start("plain-resumed", launch.TORCHRUN_SCRIPT, 6, 2, "--seed", 9),
+        start("dropout-resumed", dropout["multigpu_torchrun"], 6, 2, "--seed", 9),
+        start("dropout-multinode-resumed", dropout["multinode"], 6, 2, "--seed", 9),
+    ]
+    names = ("plain-resumed", "dropout-resumed", "dropout-multinode-resumed")
+    outputs.update(zip(names, finish_all(jobs), strict=True))
+    return base, outputs
+
+
+@pytest.mark.parametrize("name", ["plain-resumed", "dropout-resumed", "dropout-multinode-resumed"])
+def test_resumed_run_ends_bitwise_where_an_unbroken_one_ends(runs, name):
+    """Same weights, same momentum, same losses on the way, and each epoch exactly once."""
+    base, outputs = runs
+    model = name.split("-")[0]
+    assert_same(load(base / name), load(base / f"{model}-unbroken"))
+    both = outputs[f"{model}-broken"] + outputs[name]
+    assert losses(both) == losses(outputs[f"{model}-unbroken"])
+    assert [line[:2] for line in losses(both)] == [(r, e) for r in "01" for e in "012345"]
+    assert outputs[name].count("Resuming training from snapshot at Epoch 3\n") == 1
+    assert "Resuming" not in outputs[f"{model}-broken"]
+
+
+def test_one_process_writes_and_leaves_nothing_else(runs):
+    """One line for each save, and only the snapshot in the folder."""
+    base, outputs = runs
+    assert saves(outputs["plain-unbroken"]) == [1, 3, 5]
+    assert saves(outputs["plain-broken"]) == [1, 2]
+    assert saves(outputs["plain-resumed"]) == [3, 5]
+    files = {path.name for path in (base / "plain-resumed").iterdir()}
+    assert files == {"snapshot.pt", "output-0.log", "output-1.log"}
+
+
+def test_goes_on_with_another_number_of_processes(runs, tmp_path):
+    """2 -> 1 and 1 -> 2 with the same global batch go on where an unbroken run does."""
+    base, _ = runs
+    two_to_one, one_to_two = tmp_path / "two-to-one", tmp_path / "one-to-two"
+    two_to_one.mkdir()
+    shutil.copy(base / "plain-broken" / "snapshot.pt", two_to_one)
+    script = launch.TORCHRUN_SCRIPT
+    ends, begins = finish_all(
+        [
+            launch.start(launch.python(script, 6, 2, "--batch_size", 64), two_to_one, **alone()),
+            launch.start(
+                launch.python(script, 3, 2, "--batch_size", 64, "--seed", 5), one_to_two, **alone()
+            ),
+        ]
+    )
+    goes_on = launch.run(launch.torchrun(script, 6, 2), cwd=one_to_two)
+    assert [epoch for _, epoch, _ in losses(begins)] == ["0", "1", "2"]
+    assert [line[:2] for line in losses(ends)] == [("0", e) for e in "345"]
+    assert [line[:2] for line in losses(goes_on)] == [(r, e) for r in "01" for e in "345"]
+    for output in ends, goes_on:
+        assert "Resuming training from snapshot at Epoch 3\n" in output
+    for folder in two_to_one, one_to_two:
+        assert_same(load(folder), load(base / "plain-unbroken"), tolerance=1e-5)
+
+
+def test_saves_every_so_many_epochs_and_after_the_last(tmp_path):
+    """The save points, and a file that counts the finished epochs."""
+    points = {(5, 5): [4], (5, 3): [2, 4], (1, 10): [0], (3, 1): [0, 1, 2]}
+    folders = {job: tmp_path / "-".join(map(str, job)) for job in points}
+    outputs = finish_all(
+        launch.start(launch.python(launch.TORCHRUN_SCRIPT, *job), folder, **alone())
+        for job, folder in folders.items()
+    )
+    assert dict(zip(folders, map(saves, outputs), strict=True)) == points
+    for (total, _), folder in folders.items():
+        assert load(folder)["epochs_run"] == total
+
+
+def test_save_that_dies_leaves_the_last_snapshot_whole(tmp_path):
+    """Killed half-way through writing, flushing or renaming, the job goes on from the last save."""
+    folders = {call: tmp_path / call for call in ("torch.save", "os.fsync", "os.replace")}
+    deaths = [
+        launch.start(
+            launch.python(
+                driver(tmp_path, f"{call}.py", DYING_IN_THE_SECOND_SAVE.format(call=call)), 3, 1
+            ),
+            folder,
+            **alone(),
+        )
+        for call, folder in folders.items()
+    ]
+    for death, folder in zip(deaths, folders.values(), strict=True):
+        status, output = launch.finish(death)
+        assert status == -9, output
+        assert saves(output) == [0]
+        assert load(folder)["epochs_run"] == 1
+    outputs = finish_all(
+        launch.start(launch.python(launch.TORCHRUN_SCRIPT, 3, 1), folder, **alone())
+        for folder in folders.values()
+    )
+    for output, folder in zip(outputs, folders.values(), strict=True):
+        assert [epoch for _, epoch, _ in losses(output)] == ["1", "2"]
+        assert load(folder)["epochs_run"] == 3
+        assert not list(folder.glob("*.tmp"))
+
+
+def test_snapshot_of_a_gpu_goes_on_without_that_gpu(runs, tmp_path, monkeypatch):
+    """Tensors that were saved on another device are read to the CPU."""
+    base, _ = runs
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+    torch.save(load(base / "plain-broken"), tmp_path / "snapshot.pt")
+    monkeypatch.undo()
+    output = launch.run(launch.python(launch.TORCHRUN_SCRIPT, 4), cwd=tmp_path, **alone())
+    assert [epoch for _, epoch, _ in losses(output)] == ["3"]
+
+
+@pytest.mark.parametrize(
+    "where", ["the first", "the second", "an older one on the first", "a disk that both share"]
+)
+def test_two_machines_go_on_from_the_newest_snapshot_of_any(runs, tmp_path, where):
+    """Wherever the snapshot lies, two agents go on from it and end where an unbroken job ends."""
+    base, outputs = runs
+    one, other = tmp_path / "one", tmp_path / ("one" if "share" in where else "other")
+    for folder in {one, other}:
+        folder.mkdir()
+    newest = one if where in ("the first", "a disk that both share") else other
+    shutil.copy(base / "plain-broken" / "snapshot.pt", newest)
+    if "older" in where:
+        snapshot = load(newest)
+        for weight in snapshot["model"].values():
+            weight.zero_()
+        torch.save({**snapshot, "epochs_run": 2, "seed": 3, "optimizer": {}}, one / "snapshot.pt")
+    endpoint = f"localhost:{launch.free_port()}"
+    agents = [launch.start(launch.agent(endpoint, 6, 2), folder, **CPU) for folder in (one, other)]
+    output = "".join(finish_all(agents))
+    assert output.count("Resuming training from snapshot at Epoch 3\n") == 1
+    assert saves(output) == [3, 5]
+    assert losses(outputs["plain-broken"] + output) == losses(outputs["plain-unbroken"])
+    snapshots = [load(folder) for folder in {one, other} if (folder / "snapshot.pt").exists()]
+    (last,) = (snapshot for snapshot in snapshots if snapshot["epochs_run"] == 6)
+    assert_same(last, load(base / "plain-unbroken"))
