@@ -241,8 +241,8 @@ def parse_args():
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     args = parser.parse_intermixed_args()
-    counts = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}  # and least values
-    for name, least in counts.items():
+    minimum = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}
+    for name, least in minimum.items():
         text = str(getattr(args, name))
         if not text.isdecimal() or not least <= int(text) < 2**31:
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
