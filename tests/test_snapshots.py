@@ -13,8 +13,8 @@ CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(lau
 WITH_DROPOUT = """
 import {script} as script
 from torch import nn
-layers = list(script.build_model())
-script.build_model = lambda: nn.Sequential(*layers[:-1], nn.Dropout(), layers[-1])
+build = script.build_model
+script.build_model = lambda: nn.Sequential(nn.Dropout(0.1), build())
 script.main(script.parse_args())
 """
 DYING_IN_THE_SECOND_SAVE = """

@@ -1,0 +1,42 @@
+"""The difference between two scripts of the ladder, part by part, for README.md (run by cog)."""
+
+import ast
+import difflib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def parts(script: str) -> dict[str, list[str]]:
+    """The lines of `script` by the name of their part: imports, each function and method, main."""
+    source = (ROOT / script).read_text()
+    lines = source.splitlines()
+    body = ast.parse(source).body
+    first = next(node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    found = {"imports": lines[: first.lineno - 1]}
+    for node in body[body.index(first) :]:
+        for part in node.body if isinstance(node, ast.ClassDef) else [node]:
+            name = getattr(part, "name", "__main__")
+            start = min([part.lineno, *(d.lineno for d in getattr(part, "decorator_list", []))])
+            found[name if part is node else f"{node.name}.{name}"] = lines[
+                start - 1 : part.end_lineno
+            ]
+    return found
+
+
+def changed(old: str, new: str) -> list[str]:
+    """The names of the parts that differ, in the order of `new`, those that it drops last."""
+    before, after = parts(old), parts(new)
+    return [name for name in after | before if before.get(name) != after.get(name)]
+
+
+def show(old: str, new: str, *names: str):
+    """Print the difference in the named parts as one block for Markdown."""
+    print("```diff")
+    for number, name in enumerate(names):
+        if number > 0:
+            print()
+        before, after = parts(old).get(name, []), parts(new).get(name, [])
+        hunks = list(difflib.unified_diff(before, after, n=2, lineterm=""))[3:]
+        print("\n".join("  ⋮" if line.startswith("@@") else line.rstrip() for line in hunks))
+    print("```")
