@@ -247,7 +247,7 @@ def parse_args():
         if not text.isdecimal() or not least <= int(text) < 2**31:
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
         setattr(args, name, int(text))
-    folder = os.path.dirname(os.path.abspath(args.snapshot_path))
+    folder = os.path.dirname(args.snapshot_path) or "."
     try:
         tempfile.TemporaryFile(dir=folder).close()  # better told now than at the first save
     except OSError as error:

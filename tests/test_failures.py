@@ -134,7 +134,7 @@ def test_ctrl_c_ends_every_process_of_multigpu(kill):
 def test_started_without_torchrun_says_how_to_start(script, given):
     """One line that names the variables that are missing and the command; exit status 2."""
     output = launch.run(launch.python(script), 30, status=2, **dict.fromkeys(given, "0"))
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = " ".join(name for name in names if name not in given)
     command = f"torchrun --standalone --nproc_per_node=gpu {script}"
     assert output == f"ERROR: {missing} not set. Start with: {command} (no GPU: auto)\n"

@@ -4,6 +4,7 @@ The oracle is one process: what several processes learn is compared with what it
 """
 
 import contextlib
+import hashlib
 import io
 import itertools
 import multiprocessing
@@ -23,8 +24,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from launch import MULTI, MULTINODE, ROOT, SINGLE, TORCHRUN_SCRIPT
-from launch import finish, free_port, pids, python, run, start, torchrun
+from launch import (
+    MULTI,
+    MULTINODE,
+    ROOT,
+    SINGLE,
+    TORCHRUN_SCRIPT,
+    finish,
+    free_port,
+    pids,
+    python,
+    run,
+    start,
+    torchrun,
+)
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -44,11 +57,11 @@ SAVED = r"Epoch (\d+) \| Training (?:checkpoint saved at checkpoint|snapshot sav
 RESUMED = r"Resuming training from snapshot at Epoch (\d+)"
 GLOBAL_BATCH = r"Global batch size: (\d+)"
 
-# A warning from the scripts ends them. What conftest.py sets for a test is not yet set for fixtures.
+# What conftest.py sets for each test, for fixtures as well; and a warning ends the script.
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning"}
 
-# Processes that start from one that has imported torch already: a tenth of a second, not three.
-multiprocessing.set_forkserver_preload(["multigpu", "single_gpu"])
+# Processes start from one that has imported torch and what optimizers import: not in 3 s, but 0.1.
+multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 
 def in_processes(count, function, *args):
@@ -204,7 +217,9 @@ def two_at_once(tmp_path_factory):
     """multigpu.py `3 1` and `1 3`, started together: their outputs and folders."""
     folders = [tmp_path_factory.mktemp("run") for _ in range(2)]
     typed = [(3, 1), (1, 3)]
-    started = [start(python(MULTI, *args), cwd, **CPU) for args, cwd in zip(typed, folders)]
+    started = [
+        start(python(MULTI, *args), cwd, **CPU) for args, cwd in zip(typed, folders, strict=True)
+    ]
     ended = [finish(process, 100) for process in started]
     assert [status for status, _ in ended] == [0, 0], ended
     return [text for _, text in ended], folders
@@ -276,7 +291,7 @@ def test_arguments_by_position_and_by_name(script, typed, monkeypatch):
 
 
 def train(rank, script, world_size, port, args, folder):
-    """Run `main` of single_gpu.py or multigpu.py as one of its processes, in a folder of its own."""
+    """Run `main` of single_gpu.py or multigpu.py, as one of its processes, in `folder`."""
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
     with open(f"rank{rank}.log", "w") as log, contextlib.redirect_stdout(log):
@@ -312,8 +327,8 @@ def test_full_batches_are_the_same_in_single_gpu_and_multigpu():
 
 def test_the_printed_loss_weighs_every_sample_alike():
     """The loss of two ranks is that of one process over all, though the last batch is smaller."""
-    one, printed = trained(MULTI, 1, "one", batch_size=96)
-    two, printed_by_two = trained(MULTI, 2, "two", batch_size=48)
+    _, printed = trained(MULTI, 1, "one", batch_size=96)
+    _, printed_by_two = trained(MULTI, 2, "two", batch_size=48)
     assert 2048 % 96 > 0 and printed == pytest.approx(printed_by_two, abs=1e-5)
     mean = mean_loss_in_the_first_epoch(batch_size=96)
     assert printed[0] == pytest.approx(mean, abs=1e-5)
@@ -388,11 +403,10 @@ def epoch_on(script, size, epoch):
     """Train one epoch of a new Trainer: indices, printed line, dropout's draws, iterators."""
     dataset, draws, iterators = Recorder(size), [], []
     trainer = trainer_on(script, dataset)
-    trainer.model.modules_dropped = draws
     dropout = next(m for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout))
     dropout.register_forward_hook(lambda _, __, out: draws.append(out.tolist()))
     start_iterator = DataLoader.__iter__
-    printed = io.TextIOWrapper(io.BytesIO(), write_through=True)
+    printed = io.StringIO()
     try:
         DataLoader.__iter__ = lambda self: iterators.append(1) or start_iterator(self)
         with contextlib.redirect_stdout(printed):
@@ -401,8 +415,8 @@ def epoch_on(script, size, epoch):
         DataLoader.__iter__ = start_iterator
     return {
         "batches": dataset.asked,
-        "order": sum(dataset.asked, []),
-        "steps": lines(EPOCH, printed.buffer.getvalue().decode())[0][3],
+        "order": [index for batch in dataset.asked for index in batch],
+        "steps": lines(EPOCH, printed.getvalue())[0][3],
         "draws": draws,
         "iterators": len(iterators),
     }
@@ -423,23 +437,32 @@ def bar_of(script, seconds, terminal=True):
     return ""
 
 
+def fingerprint(dataset):
+    samples = dataset.features.numpy().tobytes() + dataset.labels.numpy().tobytes()
+    return hashlib.sha256(samples).hexdigest()
+
+
+def check_pickles(loader):
+    pickle.loads(pickle.dumps((loader.dataset, loader.sampler, loader.collate_fn)))
+
+
 def report_from_inside(rank, port, folder):
+    torch.manual_seed(rank)
+    torch.set_num_threads(rank + 1)
+    data = fingerprint(MyTrainDataset(2048))
     torch.set_num_threads(4)
-    torch.manual_seed(rank)  # whatever a process has drawn before
     device = multigpu.ddp_setup(rank, 2, port)
-    data = multigpu.MyTrainDataset(2048)
     report = {
         "threads": torch.get_num_threads(),
         "device": str(device),
-        "data": (data.features.numpy().tobytes(), data.labels.numpy().tobytes()),
+        "data": data,
         "epochs": [epoch_on(multigpu, 64, epoch) for epoch in (0, 1, 1)],
         "sizes": {size: epoch_on(multigpu, size, 0) for size in (63, 64, 65)},
         "slow": bar_of(multigpu, 0.4),
         "quick": bar_of(multigpu, 0.0),
         "file": bar_of(multigpu, 0.4, terminal=False),
     }
-    loader = multigpu.prepare_dataloader(data, 32, 0, device)
-    pickle.loads(pickle.dumps((loader.dataset, loader.sampler, loader.collate_fn)))
+    check_pickles(multigpu.prepare_dataloader(MyTrainDataset(64), 32, 0, device))
     torch.save(report, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()
 
@@ -460,14 +483,12 @@ def test_processes_on_the_cpu_share_the_cores(ranks):
 def test_the_dataset_is_the_same_in_every_process(ranks):
     """The same bytes, whatever the seed and the number of threads."""
     torch.manual_seed(123)
-    data = MyTrainDataset(2048)
-    here = (data.features.numpy().tobytes(), data.labels.numpy().tobytes())
-    assert ranks[0]["data"] == ranks[1]["data"] == here
+    assert ranks[0]["data"] == ranks[1]["data"] == fingerprint(MyTrainDataset(2048))
 
 
 def test_each_rank_has_its_own_share_of_the_data(ranks):
     """The shares have no sample in common and are the whole dataset together."""
-    for zero, one in zip(ranks[0]["epochs"], ranks[1]["epochs"]):
+    for zero, one in zip(*(rank["epochs"] for rank in ranks), strict=True):
         assert sorted(zero["order"] + one["order"]) == list(range(64))
 
 
@@ -526,7 +547,8 @@ def test_single_gpu_from_inside(tmp_path):
     assert report["epoch"]["iterators"] == 1
 
 
-def test_what_a_data_loader_hands_to_its_workers_can_be_pickled():
+def test_what_a_data_loader_hands_to_its_workers_can_be_pickled(ranks):
     """Workers that are started anew, as on macOS and Windows, get dataset and functions pickled."""
-    loader = single_gpu.prepare_dataloader(MyTrainDataset(64), 32, 0, torch.device("cpu"))
-    pickle.loads(pickle.dumps((loader.dataset, loader.sampler, loader.collate_fn)))
+    check_pickles(
+        single_gpu.prepare_dataloader(MyTrainDataset(64), 32, 0, torch.device("cpu"))
+    )  # the ranks have done the same with the one of multigpu.py

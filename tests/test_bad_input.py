@@ -1,0 +1,242 @@
+"""Bad input: one line that names it, exit status 2, no traceback, nothing written."""
+
+import importlib
+import io
+import pickle
+import re
+import sys
+
+import launch
+import pytest
+import torch
+import torch.distributed as dist
+
+SCRIPTS = ("single_gpu", "multigpu", "multigpu_torchrun", "multinode")
+WITH_SNAPSHOT = SCRIPTS[2:]
+
+ONE_GPU = """
+import {script} as script
+script.count_gpus = lambda: 1
+script.main(script.parse_args())
+"""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Give `start(script, *args)`, which runs a script in this process, the only rank of its job."""
+    monkeypatch.syspath_prepend(launch.ROOT)
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
+    for name, value in (ranks | address).items():
+        monkeypatch.setenv(name, value)
+
+    def start(script, *args):
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *map(str, args)])
+        module = importlib.import_module(script)
+        args = module.parse_args()
+        if script in WITH_SNAPSHOT:
+            module.main(args)
+
+    yield start
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def refusal(start, tmp_path, capsys):
+    """Give `refusal(script, *args)`: the one line with which the script ends, having written nothing."""
+
+    def files():
+        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
+    def refusal(script, *args):
+        before = files()
+        with pytest.raises(SystemExit) as end:
+            start(script, *args)
+        assert end.value.code == 2
+        assert files() == before
+        stdout, stderr = capsys.readouterr()
+        assert "Epoch" not in stdout
+        assert re.fullmatch(r"(ERROR|\w+\.py: error): .+\n", stderr), stderr
+        return stderr
+
+    return refusal
+
+
+@pytest.fixture
+def snapshot(start, tmp_path):
+    """A good snapshot.pt of one epoch, in the folder of the test."""
+    start("multigpu_torchrun", 1)
+    return tmp_path / "snapshot.pt"
+
+
+def packed(value):
+    """The bytes of a file to which `value` is saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+class RunsCode:
+    """Unpickled, it makes a file named `ran`."""
+
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "ten", "1.5", "", str(2**31), "9" * 5000])
+@pytest.mark.parametrize("name", ["total_epochs", "save_every", "batch_size", "seed"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_counts_are_whole_numbers(refusal, script, name, value):
+    """Zero, negative, no number or too large: the line names the argument and its value."""
+    if (name, value) == ("seed", "0"):
+        value = "-0"
+    line = refusal(script, f"--{name}={value}")
+    assert f"{name}: give a whole number from " in line
+    assert line.endswith(f", not {value!r}\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("0", "5"), "total_epochs: "),
+        (("5", "-1"), "save_every: "),
+        (("5", "5", "7"), "unrecognized arguments: 7"),
+        (("5", "--colour", "blue"), "unrecognized arguments: --colour"),
+        (("--wandb", "sometimes"), "'sometimes'"),
+        (("--batch_size",), "--batch_size"),
+    ],
+)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_arguments_that_the_scripts_do_not_have(refusal, script, args, named):
+    """Positional counts, unknown options and values: the line names them."""
+    assert named in refusal(script, *args)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two"])
+def test_nproc_is_a_count(refusal, value):
+    """The number of processes is at least 1."""
+    line = refusal("multigpu", f"--nproc={value}")
+    assert "nproc: " in line and value in line
+
+
+def test_at_most_one_process_per_gpu(refusal, monkeypatch):
+    """multigpu.py --nproc 2 on a machine with one GPU."""
+    monkeypatch.setattr(importlib.import_module("multigpu"), "count_gpus", lambda: 1)
+    assert "nproc: give at most 1, the number of GPUs, not 2\n" in refusal("multigpu", "--nproc=2")
+
+
+@pytest.mark.parametrize(
+    "path", ["nowhere/snapshot.pt", "nowhere/", "/proc/snapshot.pt", "/sys/snapshot.pt", ""]
+)
+@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+def test_snapshot_path_that_cannot_be_written(refusal, script, path):
+    """Told before training: no such folder, or one in which even root makes no file."""
+    line = refusal(script, "1", "--snapshot_path", path)
+    assert "snapshot_path" in line and path.rpartition("/")[0] in line
+
+
+@pytest.mark.parametrize("path", ["folder", "folder/"])
+@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+def test_snapshot_path_that_is_a_folder(refusal, tmp_path, script, path):
+    """The line names the path and the option that changes it."""
+    (tmp_path / "folder").mkdir()
+    line = refusal(script, "1", "--snapshot_path", path)
+    assert path in line and "--snapshot_path" in line
+
+
+BAD_SNAPSHOTS = {
+    "empty": lambda good: b"",
+    "cut after a byte": lambda good: good[:1],
+    "cut after 100 bytes": lambda good: good[:100],
+    "cut in half": lambda good: good[: len(good) // 2],
+    "cut before the last byte": lambda good: good[:-1],
+    "a text": lambda good: b"It was a dark and stormy night.\n",
+    "a list": lambda good: packed([1, 2]),
+    "only weights": lambda good: packed(torch.load(io.BytesIO(good))["model"]),
+    "another model": lambda good: packed(
+        torch.load(io.BytesIO(good)) | {"model": torch.nn.Linear(20, 4).state_dict()}
+    ),
+    "a pickle that runs code": lambda good: pickle.dumps(RunsCode()),
+    "code among the tensors": lambda good: packed(
+        torch.load(io.BytesIO(good)) | {"extra": RunsCode()}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SNAPSHOTS)
+@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+def test_file_that_is_no_snapshot(refusal, snapshot, capsys, script, kind):
+    """It stays as it is, no code in it runs, and the line says what to do."""
+    snapshot.write_bytes(BAD_SNAPSHOTS[kind](snapshot.read_bytes()))
+    capsys.readouterr()
+    line = refusal(script, "2")  # which also sees that no file `ran` appears
+    assert line.startswith("ERROR: snapshot.pt is damaged, not a snapshot or of another model")
+    assert line.endswith("move it away or choose another --snapshot_path\n")
+
+
+@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+def test_good_snapshot_is_accepted(start, snapshot, capsys, script):
+    """The one that the tests above spoil."""
+    start(script, "2")
+    assert "Resuming training from snapshot at Epoch 1\n" in capsys.readouterr().out
+
+
+def assert_told_once(output, line):
+    """One line of ours, before the launcher's report, which has the only traceback."""
+    (ours,) = re.findall("^ERROR: .*$", output, re.MULTILINE)
+    assert line in ours, output
+    assert "Traceback" not in output.partition(ours)[0]
+    assert output.count("Traceback") <= output.count("ChildFailedError: ")
+    assert "Epoch" not in output.replace("total_epochs", "")
+
+
+def test_scripts_end_with_one_line_and_status_2():
+    """Started as a reader starts them, without a launcher."""
+    value = "total_epochs: give a whole number from 1 to 2147483647, not 'x'"
+    for script in launch.SINGLE, launch.MULTI:
+        name = script.rpartition("/")[2]
+        output = launch.run(launch.python(script, "x"), 30, status=2)
+        assert output == f"{name}: error: {value}\n"
+
+
+def test_job_of_two_ranks_tells_once(tmp_path):
+    """Wrong count, damaged snapshot, too few GPUs: one line for the job, exit status 2 in the report."""
+    (tmp_path / "damaged.pt").write_text("damaged")
+    for script in WITH_SNAPSHOT:
+        (tmp_path / f"one_gpu_{script}.py").write_text(ONE_GPU.format(script=script))
+    torchrun, env = launch.torchrun, {"PYTHONPATH": str(launch.ROOT)}
+    jobs = {
+        "save_every: ": torchrun(launch.TORCHRUN_SCRIPT, 5, 0),
+        "damaged.pt is damaged": torchrun(launch.TORCHRUN_SCRIPT, "--snapshot_path=damaged.pt"),
+        "2 processes, but 1 GPUs: start one per GPU": torchrun("one_gpu_multinode.py"),
+    }
+    jobs = {line: launch.start(command, **env) for line, command in jobs.items()}
+    for line, job in jobs.items():
+        status, output = launch.finish(job)
+        assert status == 1, output  # torchrun's own
+        assert_told_once(output, line)
+        assert "exitcode  : 2 " in output.partition("Root Cause")[2], output
+    assert not list(tmp_path.glob("snapshot.pt*"))
+
+
+@pytest.mark.parametrize("wrong", ["argument", "snapshot"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
+    """Typed or found on either machine, it is told once, and the other does not wait."""
+    endpoint = f"localhost:{launch.free_port()}"
+    folders = [tmp_path / "0", tmp_path / "1"]
+    args = [(1000,), (1000,)]
+    if wrong == "argument":
+        args[node] = (1000, 0)
+    else:
+        folders[node].mkdir()
+        (folders[node] / "snapshot.pt").write_text("damaged")
+    agents = [
+        launch.start(launch.agent(endpoint, *arguments), folder)
+        for arguments, folder in zip(args, folders, strict=True)
+    ]
+    ends = [launch.finish(agent, 40) for agent in agents]
+    assert [status for status, _ in ends] == [1, 1]
+    line = "save_every: " if wrong == "argument" else "snapshot.pt is damaged"
+    assert_told_once("".join(output for _, output in ends), line)

@@ -1,0 +1,143 @@
+"""What the text says is run: its commands, the lines that it shows, its differences, its links."""
+
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from launch import ROOT, alive, finish, pids, start
+
+sys.path.insert(0, str(ROOT / "docs"))
+import lesson
+
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LADDER = ("single_gpu.py", "multigpu.py", "multigpu_torchrun.py", "multinode.py")
+
+
+def blocks(document):
+    """The code blocks of a Markdown file as pairs (language, text), in order."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def on_the_cpu(text):
+    """What the text says about GPUs, said of two processes on the CPU."""
+    return text.replace("node=gpu", "node=2").replace("[GPU", "[CPU")
+
+
+def masked(text):
+    """`text` without what differs from run to run: hosts, pids, losses."""
+    return re.sub(r"(Host: |Pid: |Loss: )[\w.-]+", r"\1…", text)
+
+
+def start_typed(command, folder):
+    """Start `command` as a reader types it, in the activated environment."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return start(["bash", "-c", on_the_cpu(command)], folder, PATH=path)
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A copy of the scripts, as in a new clone."""
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, tmp_path)
+    return tmp_path
+
+
+def commands_and_lines():
+    """Each command of README.md with the lines that the text shows below it."""
+    shown = [*blocks(ROOT / "README.md"), ("", "")]
+    for (language, text), (following, lines) in pairwise(shown):
+        if language == "bash":
+            yield text.strip(), lines.splitlines() if following == "text" else []
+
+
+def assert_shown(lines, output):
+    for line in lines:
+        assert line == "…" or masked(on_the_cpu(line)) in masked(output), f"{line}\n{output}"
+
+
+def test_every_command_prints_what_the_text_shows(project):
+    """Typed one after the other in one folder, as a reader does."""
+    first, tests, activate, *typed = commands_and_lines()
+    assert tests[0].endswith(".venv/bin/python -m pytest")  # CI runs this one, and we are in it
+    assert activate[0] == ". .venv/bin/activate"
+    setup, script = first[0].rsplit(" && .venv/bin/", 1)
+    assert tests[0].startswith(setup)  # so CI runs the set-up too, and the script is left to run
+    waiting = None
+    for command, lines in [(script, first[1]), *typed]:
+        command = command.replace("[ADDRESS]", "localhost")
+        process = start_typed(command, project)
+        if "--max-restarts" in command:
+            output = kill_a_worker_and_see_it_resume(process)
+        elif "--nnodes=2" in command and waiting is None:
+            waiting = process, lines
+            continue
+        else:
+            status, output = finish(process, 150)
+            assert status == 0, output
+        if waiting:
+            status, more = finish(waiting[0], 60)
+            assert status == 0, more
+            output, lines, waiting = output + more, lines + waiting[1], None
+        assert_shown(lines, output)
+
+
+def kill_a_worker_and_see_it_resume(process):
+    """As the text tells: kill -9 by the pid that was printed, once there is a snapshot."""
+
+    def wait_for(line):
+        end = time.monotonic() + 60
+        while line not in process.log.read_text():
+            assert process.poll() is None and time.monotonic() < end, process.log.read_text()
+            time.sleep(0.1)
+
+    wait_for("Training snapshot saved")
+    os.kill(pids(process.log.read_text())[0], signal.SIGKILL)
+    wait_for("Resuming training from snapshot at Epoch 100")
+    process.send_signal(signal.SIGINT)
+    _, output = finish(process, 60)
+    assert not any(map(alive, pids(output)))
+    return output
+
+
+@pytest.mark.parametrize(
+    "document, code",
+    [
+        pytest.param(path, block, id=f"{path.name}-{number}")
+        for path in DOCUMENTS[1:]
+        for number, block in enumerate(blocks(path))
+        if block[0] in ("bash", "python")
+    ],
+)
+def test_the_code_in_the_docs_runs(document, code, project):
+    language, text = code
+    program = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    process = start([*program, on_the_cpu(text)], project, PATH=path, PYTHONPATH=str(project))
+    status, output = finish(process, 60)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize("old, new", list(pairwise(LADDER)))
+def test_the_text_shows_the_whole_difference(old, new):
+    """Each part that differs is shown, once. That it is shown as it is now, `cog --check` tells."""
+    shown = re.findall(rf'show\("{old}", "{new}"((?:, "[\w.]+")+)\)', README)
+    names = re.findall(r'"([\w.]+)"', "".join(shown))
+    assert sorted(names) == sorted(lesson.changed(old, new))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", document.read_text()):
+        path = (document.parent / target) if target else document
+        assert path.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings]
+            assert anchor in slugs, anchor
