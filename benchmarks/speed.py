@@ -55,7 +55,7 @@ def main(rank, world_size, port):
         torch.cuda.set_device(device)
     store = f"tcp://localhost:{port}"
     dist.init_process_group(backend, store, rank=rank, world_size=world_size, device_id=device)
-    print("Rank:", rank, flush=True)
+    print(f"Rank: {rank}\\n", end="", flush=True)  # in one piece
     dist.destroy_process_group()
 
 if __name__ == "__main__":

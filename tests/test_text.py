@@ -49,12 +49,11 @@ def project(tmp_path):
     return tmp_path
 
 
-def commands_and_lines():
-    """Each command of README.md with the lines that the text shows below it."""
-    shown = [*blocks(ROOT / "README.md"), ("", "")]
-    for (language, text), (following, lines) in pairwise(shown):
-        if language == "bash":
-            yield text.strip(), lines.splitlines() if following == "text" else []
+def programs(document):
+    """Each bash and Python block of a document with the lines that the text shows below it."""
+    for (language, code), (following, lines) in pairwise([*blocks(document), ("", "")]):
+        if language in ("bash", "python"):
+            yield language, code, lines.splitlines() if following == "text" else []
 
 
 def assert_shown(lines, output):
@@ -64,13 +63,13 @@ def assert_shown(lines, output):
 
 def test_every_command_prints_what_the_text_shows(project):
     """Typed one after the other in one folder, as a reader does."""
-    first, tests, activate, *typed = commands_and_lines()
-    assert tests[0].endswith(".venv/bin/python -m pytest")  # CI runs this one, and we are in it
-    assert activate[0] == ". .venv/bin/activate"
-    setup, script = first[0].rsplit(" && .venv/bin/", 1)
-    assert tests[0].startswith(setup)  # so CI runs the set-up too, and the script is left to run
+    (_, first, shown), (_, tests, _), (_, activate, _), *typed = programs(ROOT / "README.md")
+    assert tests.endswith(".venv/bin/python -m pytest\n")  # CI runs this one, and we are in it
+    assert activate == ". .venv/bin/activate\n"
+    setup, script = first.rsplit(" && .venv/bin/", 1)
+    assert tests.startswith(setup)  # so CI runs the set-up too, and the script is left to run
     waiting = None
-    for command, lines in [(script, first[1]), *typed]:
+    for _, command, lines in [("bash", script, shown), *typed]:
         command = command.replace("[ADDRESS]", "localhost")
         process = start_typed(command, project)
         if "--max-restarts" in command:
@@ -106,22 +105,16 @@ def kill_a_worker_and_see_it_resume(process):
     return output
 
 
-@pytest.mark.parametrize(
-    "document, code",
-    [
-        pytest.param(path, block, id=f"{path.name}-{number}")
-        for path in DOCUMENTS[1:]
-        for number, block in enumerate(blocks(path))
-        if block[0] in ("bash", "python")
-    ],
-)
-def test_the_code_in_the_docs_runs(document, code, project):
-    language, text = code
-    program = ["bash", "-euc"] if language == "bash" else [sys.executable, "-c"]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    process = start([*program, on_the_cpu(text)], project, PATH=path, PYTHONPATH=str(project))
-    status, output = finish(process, 60)
-    assert status == 0, output
+@pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
+def test_the_code_in_the_docs_prints_what_they_show(document, project):
+    """Each Python block is a whole program; each bash block runs as it stands."""
+    for language, code, lines in programs(document):
+        if language == "python":
+            (project / "example.py").write_text(code)
+            code = "python example.py"
+        status, output = finish(start_typed(code, project), 60)
+        assert status == 0, output
+        assert_shown(lines, output)
 
 
 @pytest.mark.parametrize("old, new", list(pairwise(LADDER)))

@@ -1,0 +1,197 @@
+"""The commands of the ladder on one and on two GPUs, with the same promises as on the CPU."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from launch import (
+    MULTI,
+    MULTINODE,
+    SINGLE,
+    TORCHRUN_SCRIPT,
+    agent,
+    alive,
+    finish,
+    free_port,
+    pids,
+    python,
+    run,
+    start,
+    torchrun,
+)
+
+ON_GPUS = [
+    pytest.param(script, count, marks=pytest.mark.gpu(count), id=f"{Path(script).stem}-{count}")
+    for count in (1, 2)
+    for script in (SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE)
+    if (script, count) != (SINGLE, 2)
+]
+ON_TWO_GPUS = pytest.mark.parametrize(
+    "command",
+    [python(MULTI, 10**6, 10**6), torchrun(TORCHRUN_SCRIPT, 10**6, 10**6, nproc="gpu")],
+    ids=["multigpu", "multigpu_torchrun"],
+)
+
+EPOCH = r"^\[GPU(\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{6})$"
+STARTED = r"^Rank: (\d+) \| World size: (\d+) \| Local rank: (\d+) \|.*\| Device: (\S+)$"
+
+
+def lines(form, output):
+    return re.findall(form, output, re.MULTILINE)
+
+
+def gpus(count):
+    """The environment in which a process sees that many GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """`output(script, count)` is what the script's `50 10` prints on `count` GPUs."""
+
+    @cache
+    def output(script, count):
+        folder = tmp_path_factory.mktemp(f"{Path(script).stem}-{count}")
+        if script == MULTINODE:
+            return on_nodes(count, folder)
+        command = torchrun(script, 50, 10, nproc="gpu")
+        if script != TORCHRUN_SCRIPT:
+            command = python(script, 50, 10)
+        return run(command, 200, cwd=folder, OMP_NUM_THREADS="1", **gpus(count))
+
+    return output
+
+
+def on_nodes(count, folder):
+    """multinode.py by `count` agents, each a node that has one GPU and a folder of its own."""
+    endpoint, arguments = f"localhost:{free_port()}", ("--total_epochs", 50, "--save_every", 10)
+    command = agent(endpoint, *arguments, "--batch_size", 32, nproc="gpu")
+    command[command.index("--nnodes=2")] = f"--nnodes={count}"
+    nodes = [
+        start(command, folder / f"node{n}", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=str(n))
+        for n in range(count)
+    ]
+    ended = [finish(node, 200) for node in nodes]
+    assert [status for status, _ in ended] == [0] * count, ended
+    return "".join(text for _, text in ended)
+
+
+@pytest.mark.parametrize("script, count", ON_GPUS)
+def test_the_loss_falls_under_a_tenth(script, count, output):
+    """`50 10` ends with under a tenth of the first epoch's loss, the same on every rank's line."""
+    printed = lines(EPOCH, output(script, count))
+    assert len(printed) == 50 * count
+    losses = {int(epoch): float(loss) for _, epoch, _, _, loss in printed}
+    assert {(int(epoch), float(loss)) for _, epoch, _, _, loss in printed} == set(losses.items())
+    assert losses[49] < losses[0] / 10
+
+
+@pytest.mark.parametrize("script, count", ON_GPUS)
+def test_each_process_has_its_own_gpu(script, count, output):
+    """Local rank n trains on GPU n of its machine, and lines name the global rank."""
+    one_per_node = script == MULTINODE
+    started = sorted(lines(STARTED, output(script, count)))
+    devices = [
+        "cuda" if script == SINGLE else f"cuda:{0 if one_per_node else n}" for n in range(count)
+    ]
+    assert [(int(rank), int(size), device) for rank, size, _, device in started] == [
+        (n, count, devices[n]) for n in range(count)
+    ]
+    printed = {
+        (int(rank), size, int(steps))
+        for rank, _, size, steps, _ in lines(EPOCH, output(script, count))
+    }
+    assert printed == {(n, "32", 2048 // (32 * count)) for n in range(count)}
+
+
+@pytest.mark.parametrize("script, count", ON_GPUS)
+def test_no_warnings_and_whole_lines(script, count, output):
+    """Nothing in the log warns, and nothing was drawn over."""
+    text = output(script, count)
+    assert not re.findall(r".*warning.*", text, re.IGNORECASE)
+    assert "\r" not in text
+
+
+@pytest.mark.gpu(2)
+def test_two_gpus_learn_what_one_with_twice_the_batch_learns():
+    """2 x 32 equals 1 x 64 in weights; a GPU adds in another order, so not bit by bit."""
+    run(python(MULTI, 3, 3), 100, cwd="two", **gpus(2))
+    run(python(MULTI, 3, 3, "--nproc", 1, "--batch_size", 64), 100, cwd="one", **gpus(2))
+    one, two = (torch.load(f"{name}/checkpoint.pt", map_location="cpu") for name in ("one", "two"))
+    torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu(1)
+def test_a_gpu_learns_what_the_cpu_learns():
+    """The copies to the GPU, which nobody waits for, arrive whole and in time."""
+    run(python(SINGLE, 3, 3), 100, cwd="gpu", **gpus(1))
+    run(python(SINGLE, 3, 3), 100, cwd="cpu", **gpus(0))
+    gpu, cpu = (torch.load(f"{name}/checkpoint.pt", map_location="cpu") for name in ("gpu", "cpu"))
+    torch.testing.assert_close(gpu, cpu, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("count", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
+def test_resumed_equals_unbroken(count):
+    """A job that stops after 2 epochs and goes on ends where an unbroken one ends."""
+    run(torchrun(TORCHRUN_SCRIPT, 4, 2, nproc="gpu"), 100, cwd="unbroken", **gpus(count))
+    run(torchrun(TORCHRUN_SCRIPT, 2, 2, nproc="gpu"), 100, cwd="resumed", **gpus(count))
+    text = run(torchrun(TORCHRUN_SCRIPT, 4, 2, nproc="gpu"), 100, cwd="resumed", **gpus(count))
+    assert "Resuming training from snapshot at Epoch 2\n" in text
+    assert {epoch for _, epoch, *_ in lines(EPOCH, text)} == {"2", "3"}
+    unbroken, resumed = (
+        torch.load(f"{name}/snapshot.pt", map_location="cpu", weights_only=True)
+        for name in ("unbroken", "resumed")
+    )
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(resumed[part], unbroken[part], rtol=1e-4, atol=1e-6)
+    assert resumed["epochs_run"] == unbroken["epochs_run"] == 4
+
+
+@pytest.mark.gpu(1)
+def test_more_processes_than_gpus_are_refused_by_multigpu():
+    """One line says how many there may be, and nothing starts."""
+    text = run(python(MULTI, 1, 1, "--nproc", 99), status=2, **gpus(1))
+    assert text.count("\n") == 1 and "nproc" in text and "99" in text and "1" in text
+    assert not list(Path().glob("*.pt"))
+
+
+@pytest.mark.gpu(1)
+def test_more_processes_than_gpus_are_refused_under_torchrun():
+    """The line comes once for the job; the exit status is torchrun's."""
+    text = run(torchrun(TORCHRUN_SCRIPT, 1, 1, nproc=2), 100, status=1, **gpus(1))
+    assert text.count("ERROR: 2 processes, but 1 GPUs") == 1
+    assert "Traceback" not in text.split("ChildFailedError")[0].split("ERROR: 2 processes")[0]
+    assert not lines(EPOCH, text) and not list(Path().glob("*.pt"))
+
+
+def memory_used():
+    """MiB in use on each GPU of the machine, as nvidia-smi tells it."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0,1"]
+    return [int(line) for line in subprocess.check_output(query, text=True).split()]
+
+
+@ON_TWO_GPUS
+@pytest.mark.gpu(2)
+def test_no_process_opens_the_gpu_of_another(command):
+    """Both GPUs are as full: a context of rank 1 on GPU 0 would take hundreds of MiB there."""
+    before = memory_used()
+    process = start(command, OMP_NUM_THREADS="1", **gpus(2))
+    try:
+        deadline = time.monotonic() + 120
+        while len(lines(EPOCH, process.log.read_text())) < 20:
+            assert process.poll() is None and time.monotonic() < deadline, process.log.read_text()
+            time.sleep(0.2)
+        grown = [now - then for now, then in zip(memory_used(), before, strict=True)]
+    finally:
+        for pid in [process.pid, *pids(process.log.read_text())]:
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert min(grown) > 100, f"nvidia-smi does not show what the processes use: {grown} MiB"
+    assert abs(grown[0] - grown[1]) < 150, f"GPU 0 and GPU 1 grew by {grown} MiB"

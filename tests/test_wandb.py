@@ -1,0 +1,173 @@
+"""wandb: what each script logs, read back from the files that wandb wrote; and what goes wrong."""
+
+import json
+import os
+import re
+import signal
+import struct
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+
+QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB__DISABLE_STATS": "true"}
+CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.ROOT)}
+
+ALL_SCRIPTS_IN_ONE_PROCESS = """
+import sys
+import single_gpu, multigpu, multigpu_torchrun, multinode
+for script in single_gpu, multigpu_torchrun, multinode:
+    script.main(script.parse_args())
+multigpu.main(0, 1, multigpu.find_free_port(), multigpu.parse_args())
+print("wandb imported:", "wandb" in sys.modules)
+"""
+
+Run = namedtuple("Run", "id group x_axes history")
+
+
+def records(path):
+    """The records in a .wandb file: protobufs in LevelDB's log format, blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, record = path.read_bytes(), 7, b""  # 7: the file's own header
+    while position + 7 <= len(data):
+        room = 2**15 - position % 2**15
+        if room < 7:  # too little for a header: the rest of the block is padding
+            position += room
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        position += 7 + length
+        record += data[position - length : position]
+        if kind in (1, 4):  # a whole record or the last part of one
+            yield Record.FromString(record)
+            record = b""
+
+
+def read_runs(folder):
+    """All runs that wandb wrote in `folder`, in order of time."""
+    runs = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getctime):
+        x_axes, history = {}, []
+        for record in records(path):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                id, group = record.run.run_id, record.run.run_group
+            elif kind == "metric":
+                x_axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
+            elif kind == "history":
+                row = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                history.append((row["epoch"], f"{row['loss']:.6f}"))
+        runs.append(Run(id, group, x_axes, history))
+    return runs
+
+
+def printed(output, rank=0):
+    """The (epoch, loss) of each epoch that a rank printed."""
+    lines = re.findall(rf"\[CPU{rank}\] Epoch (\d+) .* Loss: (\S+)", output)
+    return [(int(epoch), loss) for epoch, loss in lines]
+
+
+def one_process():
+    """The environment of a job of one process, as torchrun would set it."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return CPU | ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [launch.python(launch.SINGLE, 2), launch.python(launch.MULTI, 2)],
+    ids=["single", "multi"],
+)
+def test_one_run_of_a_job(tmp_path, command):
+    """From rank 0: its rows are the printed lines, and `epoch` is their x-axis."""
+    output = launch.run([*command, "--wandb", "offline"], **QUIET)
+    (run,) = read_runs(tmp_path)
+    assert run.x_axes == {"*": "epoch"}
+    assert run.history == printed(output) and len(run.history) == 2
+
+
+@pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
+def test_resumed_job_goes_on_in_its_runs(tmp_path, script):
+    """One run from rank 0, or in multinode.py one of each rank in one group; same ids later."""
+    ranks = [0, 1] if script == launch.MULTINODE else [0]
+    histories = []
+    for total in 1, 3:
+        output = launch.run(launch.torchrun(script, total, "--wandb", "offline"), **QUIET)
+        histories.append([printed(output, rank) for rank in ranks])
+    runs = read_runs(tmp_path)
+    assert len(runs) == 2 * len(ranks)
+    wandb_id = torch.load("snapshot.pt", weights_only=True)["wandb_id"]
+    ids = [f"{wandb_id}-{rank}" for rank in ranks] if len(ranks) > 1 else [wandb_id]
+    for job, history in enumerate(histories):
+        of_job = sorted(runs[job * len(ranks) : (job + 1) * len(ranks)])
+        assert [run.id for run in of_job] == ids
+        assert [run.history for run in of_job] == history
+        for run in of_job:
+            assert run.x_axes == {"*": "epoch"}
+            assert run.group == (wandb_id if len(ranks) > 1 else "")
+    assert [[epoch for epoch, _ in history[0]] for history in histories] == [[0], [1, 2]]
+
+
+def test_nothing_of_wandb_without_the_flag(tmp_path):
+    """No import and no files, in any of the scripts."""
+    Path("driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
+    output = launch.run(launch.python("driver.py", 1), **one_process())
+    assert "wandb imported: False\n" in output
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "driver.py",
+        "output-0.log",
+        "checkpoint.pt",
+        "snapshot.pt",
+    }
+
+
+def test_broken_wandb_does_not_end_training(tmp_path):
+    """A wandb that cannot be imported costs a line."""
+    Path("broken").mkdir()
+    Path("broken/wandb.py").write_text("raise RuntimeError('this wandb is broken')")
+    Path("driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
+    env = one_process() | {"PYTHONPATH": f"{tmp_path / 'broken'}:{launch.ROOT}"}
+    output = launch.run(launch.python("driver.py", 1, "--wandb", "offline"), **env)
+    assert output.count("Training goes on without wandb: this wandb is broken\n") == 4
+    assert len(printed(output)) == 3  # multinode.py finds the snapshot of one epoch
+
+
+def test_wandb_without_account_and_network_does_not_end_training(tmp_path):
+    """`--wandb online` costs a line, and little time."""
+    nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_API_KEY": ""}
+    output = launch.run(
+        launch.python(launch.SINGLE, 1, "--wandb", "online"), 120, **nowhere, **QUIET
+    )
+    assert "Training goes on without wandb: " in output
+    assert len(printed(output)) == 1
+
+
+def test_killed_wandb_service_does_not_end_training(tmp_path):
+    """The service process of wandb dies in mid-run: all epochs are trained, exit status 0."""
+    job = launch.start(launch.python(launch.SINGLE, 300, "--wandb", "offline"), **QUIET)
+    while "Epoch 1 |" not in job.log.read_text() and job.poll() is None:
+        time.sleep(0.02)
+    (service,) = children(job.pid, "wandb-core")
+    os.kill(service, signal.SIGKILL)
+    status, output = launch.finish(job)
+    assert status == 0, output
+    assert [epoch for epoch, _ in printed(output)] == list(range(300))
+
+
+def children(parent, name):
+    """The pids of the processes called `name` that `parent` started."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            before, _, after = stat.read_text().rpartition(")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended in the meantime
+        if before.partition("(")[2] == name and int(after.split()[1]) == parent:
+            found.append(int(stat.parent.name))
+    return found
