@@ -66,11 +66,12 @@ def refusal(start, tmp_path, capsys):
     return refusal
 
 
-@pytest.fixture
-def snapshot(start, tmp_path):
-    """A good snapshot.pt of one epoch, in the folder of the test."""
-    start("multigpu_torchrun", 1)
-    return tmp_path / "snapshot.pt"
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """The bytes of a good snapshot, of one epoch."""
+    folder, cpu = tmp_path_factory.mktemp("good"), {"CUDA_VISIBLE_DEVICES": ""}
+    launch.run(launch.torchrun(launch.TORCHRUN_SCRIPT, 1, nproc=1), cwd=folder, **cpu)
+    return (folder / "snapshot.pt").read_bytes()
 
 
 def packed(value):
@@ -162,19 +163,19 @@ BAD_SNAPSHOTS = {
 
 @pytest.mark.parametrize("kind", BAD_SNAPSHOTS)
 @pytest.mark.parametrize("script", WITH_SNAPSHOT)
-def test_file_that_is_no_snapshot(refusal, snapshot, capsys, script, kind):
+def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, kind):
     """It stays as it is, no code in it runs, and the line says what to do."""
-    snapshot.write_bytes(BAD_SNAPSHOTS[kind](snapshot.read_bytes()))
-    capsys.readouterr()
+    (tmp_path / "snapshot.pt").write_bytes(BAD_SNAPSHOTS[kind](good))
     line = refusal(script, "2")  # which also sees that no file `ran` appears
     assert line.startswith("ERROR: snapshot.pt is damaged, not a snapshot or of another model")
     assert line.endswith("move it away or choose another --snapshot_path\n")
 
 
 @pytest.mark.parametrize("script", WITH_SNAPSHOT)
-def test_good_snapshot_is_accepted(start, snapshot, capsys, script):
+def test_good_snapshot_is_accepted(start, good, tmp_path, capsys, script):
     """The one that the tests above spoil."""
-    start(script, "2")
+    (tmp_path / "snapshot.pt").write_bytes(good)
+    start(script, "1")
     assert "Resuming training from snapshot at Epoch 1\n" in capsys.readouterr().out
 
 

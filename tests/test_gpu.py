@@ -95,19 +95,12 @@ def test_the_loss_falls_under_a_tenth(script, count, output):
 @pytest.mark.parametrize("script, count", ON_GPUS)
 def test_each_process_has_its_own_gpu(script, count, output):
     """Local rank n trains on GPU n of its machine, and lines name the global rank."""
-    one_per_node = script == MULTINODE
-    started = sorted(lines(STARTED, output(script, count)))
-    devices = [
-        "cuda" if script == SINGLE else f"cuda:{0 if one_per_node else n}" for n in range(count)
-    ]
-    assert [(int(rank), int(size), device) for rank, size, _, device in started] == [
-        (n, count, devices[n]) for n in range(count)
-    ]
-    printed = {
-        (int(rank), size, int(steps))
-        for rank, _, size, steps, _ in lines(EPOCH, output(script, count))
-    }
-    assert printed == {(n, "32", 2048 // (32 * count)) for n in range(count)}
+    text = output(script, count)
+    started = {(rank, size, device) for rank, size, _, device in lines(STARTED, text)}
+    device = {SINGLE: "cuda", MULTINODE: "cuda:0"}.get(script, "cuda:{}")
+    assert started == {(str(n), str(count), device.format(n)) for n in range(count)}
+    printed = {(rank, size, steps) for rank, _, size, steps, _ in lines(EPOCH, text)}
+    assert printed == {(str(n), "32", str(2048 // (32 * count))) for n in range(count)}
 
 
 @pytest.mark.parametrize("script, count", ON_GPUS)
@@ -133,7 +126,7 @@ def test_a_gpu_learns_what_the_cpu_learns():
     run(python(SINGLE, 3, 3), 100, cwd="gpu", **gpus(1))
     run(python(SINGLE, 3, 3), 100, cwd="cpu", **gpus(0))
     gpu, cpu = (torch.load(f"{name}/checkpoint.pt", map_location="cpu") for name in ("gpu", "cpu"))
-    torch.testing.assert_close(gpu, cpu, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(gpu, cpu, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("count", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
@@ -150,6 +143,7 @@ def test_resumed_equals_unbroken(count):
     )
     for part in ("model", "optimizer"):
         torch.testing.assert_close(resumed[part], unbroken[part], rtol=1e-4, atol=1e-6)
+    assert resumed["optimizer"]["state"], "an optimizer without a state would prove nothing"
     assert resumed["epochs_run"] == unbroken["epochs_run"] == 4
 
 
@@ -157,7 +151,7 @@ def test_resumed_equals_unbroken(count):
 def test_more_processes_than_gpus_are_refused_by_multigpu():
     """One line says how many there may be, and nothing starts."""
     text = run(python(MULTI, 1, 1, "--nproc", 99), status=2, **gpus(1))
-    assert text.count("\n") == 1 and "nproc" in text and "99" in text and "1" in text
+    assert re.fullmatch(r".*nproc.*at most 1, .*not 99\n", text)
     assert not list(Path().glob("*.pt"))
 
 
@@ -166,7 +160,6 @@ def test_more_processes_than_gpus_are_refused_under_torchrun():
     """The line comes once for the job; the exit status is torchrun's."""
     text = run(torchrun(TORCHRUN_SCRIPT, 1, 1, nproc=2), 100, status=1, **gpus(1))
     assert text.count("ERROR: 2 processes, but 1 GPUs") == 1
-    assert "Traceback" not in text.split("ChildFailedError")[0].split("ERROR: 2 processes")[0]
     assert not lines(EPOCH, text) and not list(Path().glob("*.pt"))
 
 
@@ -189,9 +182,11 @@ def test_no_process_opens_the_gpu_of_another(command):
             time.sleep(0.2)
         grown = [now - then for now, then in zip(memory_used(), before, strict=True)]
     finally:
-        for pid in [process.pid, *pids(process.log.read_text())]:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        workers = pids(process.log.read_text())
+        process.kill()
         process.wait()
+        while running := [pid for pid in workers if alive(pid)]:
+            os.kill(running[0], signal.SIGKILL)
+            time.sleep(0.2)
     assert min(grown) > 100, f"nvidia-smi does not show what the processes use: {grown} MiB"
     assert abs(grown[0] - grown[1]) < 150, f"GPU 0 and GPU 1 grew by {grown} MiB"

@@ -239,7 +239,7 @@ def test_two_runs_on_one_machine_do_not_meet(two_at_once):
 def test_four_processes_write_whole_lines(tmp_path):
     """Lines of processes that print at the same moment stay whole, in unbuffered Python as well."""
     command = python(MULTI, 100, 100, "--nproc", 4, "--batch_size", 512)
-    text = run(command, PYTHONUNBUFFERED="1", **CPU)
+    text = run(command, 100, PYTHONUNBUFFERED="1", **CPU)
     check_log(text)
     assert len(lines(EPOCH, text)) == 400 and len(losses(text)) == 100
 
