@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, default_convert
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from tqdm import tqdm
 
@@ -203,7 +203,7 @@ def prepare_dataloader(dataset: Dataset, batch_size: int, seed: int, device: tor
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=default_convert,  # MyTrainDataset hands out whole batches; yours may not
+        collate_fn=tuple,  # MyTrainDataset hands out whole batches; if yours does not, drop this
         pin_memory=device.type not in ("cpu", "mps"),  # copies to a GPU need not be waited for
         sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and deals each rank its share
     )

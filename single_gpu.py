@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, default_convert
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from datautils import MyTrainDataset, build_model
@@ -98,7 +98,7 @@ def prepare_dataloader(dataset: Dataset, batch_size: int, seed: int, device: tor
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=default_convert,  # MyTrainDataset hands out whole batches; yours may not
+        collate_fn=tuple,  # MyTrainDataset hands out whole batches; if yours does not, drop this
         pin_memory=device.type not in ("cpu", "mps"),  # copies to a GPU need not be waited for
         shuffle=True,
         generator=torch.Generator().manual_seed(seed),

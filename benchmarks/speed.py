@@ -162,17 +162,20 @@ def launch(*command, processes=1):
 
 
 def measure_start(rounds):
+    single, bare_single = take_turns(
+        rounds,
+        lambda: launch(ROOT / "single_gpu.py", 1, 1)[0],
+        lambda: launch("-c", BARE_SINGLE)[0],
+    )
+    print_row("start  seconds, single_gpu.py : import torch", single, bare_single)
     with tempfile.TemporaryDirectory() as folder:
         bare_script = Path(folder) / "bare_spawn.py"
         bare_script.write_text(BARE_SPAWN)
-        single, bare_single, multi, bare_multi = take_turns(
+        multi, bare_multi = take_turns(
             rounds,
-            lambda: launch(ROOT / "single_gpu.py", 1, 1)[0],
-            lambda: launch("-c", BARE_SINGLE)[0],
             lambda: launch(ROOT / "multigpu.py", 1, 1, processes=PROCESSES)[0],
             lambda: launch(bare_script, PROCESSES, find_free_port(), processes=PROCESSES)[0],
         )
-    print_row("start  seconds, single_gpu.py : import torch", single, bare_single)
     print_row(f"start  seconds, multigpu.py : mp.spawn, {PROCESSES} processes", multi, bare_multi)
 
 

@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from launch import (
     MULTI,
     MULTINODE,
@@ -236,12 +237,25 @@ def test_two_runs_on_one_machine_do_not_meet(two_at_once):
     assert losses(one) == losses(three)[:1]
 
 
-def test_four_processes_write_whole_lines(tmp_path):
+FOUR = python(MULTI, 2, 2, "--nproc", 4, "--batch_size", 512)
+
+
+@pytest.mark.parametrize(
+    "command", [FOUR, torchrun(TORCHRUN_SCRIPT, 2, 2)], ids=["spawn", "torchrun"]
+)
+def test_every_line_is_one_write(command):
     """Lines of processes that print at the same moment stay whole, in unbuffered Python as well."""
-    command = python(MULTI, 100, 100, "--nproc", 4, "--batch_size", 512)
-    text = run(command, 100, PYTHONUNBUFFERED="1", **CPU)
-    check_log(text)
-    assert len(lines(EPOCH, text)) == 400 and len(losses(text)) == 100
+    reader, writer = os.pipe2(os.O_DIRECT)  # a pipe that keeps writes apart
+    env = os.environ | CPU | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(["timeout", "100", *command], stdout=writer, env=env)
+    os.close(writer)
+    writes = list(iter(lambda: os.read(reader, 65536).decode(), ""))
+    os.close(reader)
+    assert process.wait() == 0
+    assert [text for text in writes if text.count("\n") != 1 or not text.endswith("\n")] == []
+    check_log("".join(writes))
+    size = 4 if command is FOUR else 2
+    assert len(lines(EPOCH, "".join(writes))) == 2 * size and len(losses("".join(writes))) == 2
 
 
 @pytest.fixture(scope="module")
@@ -330,35 +344,44 @@ def test_full_batches_are_the_same_in_single_gpu_and_multigpu():
 
 def test_the_printed_loss_weighs_every_sample_alike():
     """The loss of two ranks is that of one process over all, though the last batch is smaller."""
-    _, printed = trained(MULTI, 1, "one", batch_size=96)
-    _, printed_by_two = trained(MULTI, 2, "two", batch_size=48)
+    _, printed = trained(MULTI, 1, "one", batch_size=96, seed=7)
+    _, printed_by_two = trained(MULTI, 2, "two", batch_size=48, seed=7)
     assert 2048 % 96 > 0 and printed == pytest.approx(printed_by_two, abs=1e-5)
-    mean = mean_loss_in_the_first_epoch(batch_size=96)
+    mean = mean_loss_in_the_first_epoch(batch_size=96, seed=7)
     assert printed[0] == pytest.approx(mean, abs=1e-5)
 
 
-def mean_loss_in_the_first_epoch(batch_size):
+def mean_loss_in_the_first_epoch(batch_size, seed):
     """The same training in plain PyTorch: the mean over the samples of one epoch."""
-    dataset, model, optimizer = multigpu.load_train_objs(seed=0)
-    order = torch.tensor(list(DistributedSampler(dataset, num_replicas=1, rank=0, seed=0)))
+    dataset, model, optimizer = multigpu.load_train_objs(seed)
+    order = torch.tensor(list(DistributedSampler(dataset, num_replicas=1, rank=0, seed=seed)))
     total = 0.0
     for batch in order.split(batch_size):
-        loss = torch.nn.functional.cross_entropy(
-            model(dataset.features[batch]), dataset.labels[batch], reduction="sum"
-        )
+        loss = F.cross_entropy(model(dataset.features[batch]), dataset.labels[batch])
         optimizer.zero_grad()
-        (loss / len(batch)).backward()
+        loss.backward()
         optimizer.step()
-        total += loss.item()
+        total += loss.item() * len(batch)
     return total / len(dataset)
 
 
-def test_the_seed_decides_the_run():
-    """A run can be repeated bit by bit, and another seed gives another one."""
+def test_a_run_can_be_repeated_bit_by_bit():
+    """The same command ends with the same weights and prints the same losses."""
     one, again = (trained(SINGLE, 1, name, total_epochs=1) for name in ("one", "again"))
-    other = trained(SINGLE, 1, "other", total_epochs=1, seed=1)
     torch.testing.assert_close(one[0], again[0], rtol=0, atol=0)
-    assert one[1] == again[1] != other[1]
+    assert one[1] == again[1]
+
+
+def test_the_seed_decides_weights_and_order():
+    """`--seed` fixes both, whatever else draws random numbers, and another seed changes both."""
+    first, again, other = [], [], []
+    for seed, seen in ((0, first), (0, again), (1, other)):
+        dataset, model, _ = single_gpu.load_train_objs(seed)
+        torch.seed()
+        loader = single_gpu.prepare_dataloader(dataset, 32, seed, torch.device("cpu"))
+        seen += [model[0].weight.tolist(), list(loader.sampler)]
+    assert first == again
+    assert first[0] != other[0] and first[1] != other[1]
 
 
 @pytest.mark.parametrize(
