@@ -36,7 +36,7 @@ class MyTrainDataset(Dataset):
 def build_model() -> nn.Module:
     """A small MLP: (batch, 20) features in, (batch, 4) logits out."""
     return nn.Sequential(
-        nn.Linear(NUM_FEATURES, 1024),
+        nn.Linear(NUM_FEATURES, 2048),
         nn.ReLU(),
-        nn.Linear(1024, NUM_CLASSES),
+        nn.Linear(2048, NUM_CLASSES),
     )

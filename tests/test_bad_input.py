@@ -17,6 +17,9 @@ WITH_SNAPSHOT = SCRIPTS[2:]
 COUNTS = [("multigpu", "nproc")]
 COUNTS += product(SCRIPTS, ("total_epochs", "save_every", "batch_size", "seed"))
 
+# @record wants a stderr with a file descriptor, which the captured one is not.
+pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+
 ONE_GPU = """
 import {script} as script
 script.count_gpus = lambda: 1
@@ -154,7 +157,7 @@ BAD_SNAPSHOTS = {
     "another model": lambda good: packed(
         torch.load(io.BytesIO(good)) | {"model": torch.nn.Linear(20, 4).state_dict()}
     ),
-    "a pickle that runs code": lambda good: pickle.dumps(RunsCode()),
+    "a pickle that runs code": lambda good: pickle.dumps(RunsCode(), protocol=2),
     "code among the tensors": lambda good: packed(
         torch.load(io.BytesIO(good)) | {"extra": RunsCode()}
     ),
