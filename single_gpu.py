@@ -126,7 +126,7 @@ def parse_args():
     minimum = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}
     for name, least in minimum.items():
         text = str(getattr(args, name))
-        if not text.isdecimal() or not least <= int(text) < 2**31:
+        if not (text.isdecimal() and len(text) < 11 and least <= int(text) < 2**31):
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
         setattr(args, name, int(text))
     return args
