@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP

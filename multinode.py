@@ -15,6 +15,7 @@ from contextlib import suppress
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
 import torch.nn.functional as F
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -247,6 +248,8 @@ def parse_args():
         if not (text.isdecimal() and len(text) < 11 and least <= int(text) < 2**31):
             parser.error(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
         setattr(args, name, int(text))
+    if not args.snapshot_path:
+        parser.error("snapshot_path: give the path of a file, not ''")
     folder = os.path.dirname(args.snapshot_path) or "."
     try:
         tempfile.TemporaryFile(dir=folder).close()  # better told now than at the first save

@@ -22,14 +22,19 @@ script.main(script.parse_args())
 """
 ALL_SCRIPTS_IN_ONE_PROCESS = """
 import sys
+from pathlib import Path
 import torch.distributed as dist
 import multigpu, multigpu_torchrun, multinode
+def report():
+    threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    threads = [name for name in threads if "gloo" in name or "tcpstore" in name]
+    print("group left behind:", dist.is_initialized(), threads)
 sys.argv[1:] = ["1"]
 for script in multigpu_torchrun, multinode:
     script.main(script.parse_args())
-    print("group left behind:", dist.is_initialized())
+    report()
 multigpu.main(0, 1, multigpu.find_free_port(), multigpu.parse_args())
-print("group left behind:", dist.is_initialized())
+report()
 """
 RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
@@ -141,10 +146,10 @@ def test_started_without_torchrun_says_how_to_start(script, given):
 
 
 def test_no_process_group_is_left_behind(tmp_path, monkeypatch):
-    """Each script destroys the group that it made."""
+    """Each script ends its group for good: a thread of it that lived on could abort the exit."""
     (tmp_path / "driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
     output = launch.run(
         launch.python("driver.py"), PYTHONPATH=str(launch.ROOT), **RANK_0_OF_1, **address
     )
-    assert output.count("group left behind: False\n") == 3
+    assert output.count("group left behind: False []\n") == 3, output
