@@ -36,7 +36,7 @@ def find_free_port() -> int:
 
 def ddp_setup(rank: int, world_size: int, port: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # write line by line
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     os.environ["MASTER_ADDR"] = "localhost"  # where rank 0 waits for the others
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(max(1, torch.get_num_threads() // world_size))  # share the cores

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from contextlib import suppress
 
@@ -33,7 +34,7 @@ def count_gpus() -> int:
 
 def ddp_setup() -> torch.device:
     """Join the process group that torchrun describes and return this process's own device."""
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # write line by line
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = " ".join(name for name in names if name not in os.environ)
     if missing:
@@ -43,8 +44,10 @@ def ddp_setup() -> torch.device:
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])
     device = torch.device("cpu")
     if 0 < count_gpus() < local_world_size:
-        dist.init_process_group("gloo")  # serves for the one message
-        exit_on(f"{local_world_size} processes, but {count_gpus()} GPUs: start one per GPU")
+        time.sleep(60 * local_rank)  # local rank 0 tells it, then torchrun ends those who wait
+        numbers = f"{local_world_size} processes, but {count_gpus()} GPUs"
+        print(f"ERROR: {numbers} on {socket.gethostname()}: start one per GPU", file=sys.stderr)
+        sys.exit(2)
     if count_gpus() > 0:
         device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
         torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
@@ -261,7 +264,6 @@ def parse_args():
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     device = ddp_setup()
-    exit_on(None)  # or the arguments that were typed on another machine may be wrong
     dataset, model, optimizer = load_train_objs(args.seed)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)

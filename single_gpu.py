@@ -133,7 +133,7 @@ def parse_args():
 
 
 def main(args):
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # write line by line
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()

@@ -13,7 +13,7 @@ def parts(script: str) -> dict[str, list[str]]:
     lines = source.splitlines()
     body = ast.parse(source).body
     first = next(node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef))
-    found = {"imports": source[: source.index(lines[first.lineno - 1])].rstrip().splitlines()}
+    found = {"imports": "\n".join(lines[: first.lineno - 1]).rstrip().splitlines()}
     for node in body[body.index(first) :]:
         for part in node.body if isinstance(node, ast.ClassDef) else [node]:
             name = getattr(part, "name", "__main__")

@@ -209,7 +209,7 @@ def test_job_of_two_ranks_tells_once(tmp_path):
     jobs = {
         "save_every: ": torchrun(launch.TORCHRUN_SCRIPT, 5, 0),
         "damaged.pt is damaged": torchrun(launch.TORCHRUN_SCRIPT, "--snapshot_path=damaged.pt"),
-        "2 processes, but 1 GPUs: start one per GPU": torchrun("one_gpu_multinode.py"),
+        "2 processes, but 1 GPUs on ": torchrun("one_gpu_multinode.py"),
     }
     jobs = {line: launch.start(command, **env) for line, command in jobs.items()}
     for line, job in jobs.items():

@@ -48,7 +48,6 @@ LESSONS = {
         "docstring",
         "Trainer._load_snapshot",
         "Trainer.start_wandb",
-        "main",
     },
 }
 
