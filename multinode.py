@@ -264,6 +264,7 @@ def parse_args():
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     device = ddp_setup()
+    exit_on(None)  # what was typed on another machine may be wrong: then all end here
     dataset, model, optimizer = load_train_objs(args.seed)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)

@@ -48,6 +48,7 @@ LESSONS = {
         "docstring",
         "Trainer._load_snapshot",
         "Trainer.start_wandb",
+        "main",
     },
 }
 
