@@ -98,7 +98,7 @@ def kill_a_worker_and_see_it_resume(process):
 
     wait_for("Training snapshot saved")
     os.kill(pids(process.log.read_text())[0], signal.SIGKILL)
-    wait_for("Resuming training from snapshot at Epoch ")
+    wait_for("Resuming training from snapshot at Epoch 100")
     process.send_signal(signal.SIGINT)
     _, output = finish(process, 60)
     assert not any(map(alive, pids(output)))
