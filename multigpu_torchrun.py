@@ -96,6 +96,12 @@ class Trainer:
         self.wandb_id = uuid.uuid4().hex[:8]
         self._load_snapshot()
         self.model = DDP(self.model)  # gives every rank the weights of rank 0
+        # In its first backward pass DDP adds the gradients up in another order than in all others,
+        # and rounds otherwise. A resumed run has a first pass too, yet it shall end with the same
+        # bits as an unbroken one. So that pass is made here, by each run, and not counted.
+        sample, _ = train_data.dataset[0]
+        self.model.eval()(sample[None].to(device)).sum().backward()
+        self.model.train()
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()

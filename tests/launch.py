@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,10 +25,11 @@ def torchrun(script, *args, nproc=2, options=("--standalone",)):
     return [*launcher, f"--nproc_per_node={nproc}", script, *map(str, args)]
 
 
-def agent(endpoint, *args, nproc=1):
-    """The command of one of the two nodes of a multinode.py job."""
+def agent(endpoint, *args, nproc=1, nnodes=2, options=()):
+    """The command of one of the nodes of a multinode.py job."""
     rendezvous = ("--rdzv-id=456", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
-    return torchrun(MULTINODE, *args, nproc=nproc, options=("--nnodes=2", *rendezvous))
+    options = (f"--nnodes={nnodes}", *rendezvous, *options)
+    return torchrun(MULTINODE, *args, nproc=nproc, options=options)
 
 
 def free_port():
@@ -73,6 +75,18 @@ def run(command, seconds=60, status=0, cwd=".", **env):
     """Run `command` to its end, expect that exit status and return what it printed."""
     returncode, output = finish(start(command, cwd, **env), seconds)
     assert returncode == status, f"exit status {returncode} of {command}:\n{output}"
+    return output
+
+
+def wait_for(process, condition, seconds=60):
+    """Read the output of `process` until `condition(output)`, and return the output."""
+    limit = time.monotonic() + seconds
+    while not condition(output := process.log.read_text()):
+        ended = process.poll() is not None
+        if ended or time.monotonic() > limit:
+            finish(process, 1)
+            raise AssertionError(f"did not happen before the job ended:\n{output}")
+        time.sleep(0.05)
     return output
 
 

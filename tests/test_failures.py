@@ -8,6 +8,7 @@ import time
 import launch
 import pytest
 import torch
+from launch import wait_for
 
 FAILING_ON_RANK_1 = """
 import os, signal, sys
@@ -37,18 +38,6 @@ multigpu.main(0, 1, multigpu.find_free_port(), multigpu.parse_args())
 report()
 """
 RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
-
-def wait_for(process, condition, seconds=60):
-    """Read the output of `process` until `condition(output)`, and return the output."""
-    limit = time.monotonic() + seconds
-    while not condition(output := process.log.read_text()):
-        ended = process.poll() is not None
-        if ended or time.monotonic() > limit:
-            launch.finish(process, 1)
-            raise AssertionError(f"did not happen before the job ended:\n{output}")
-        time.sleep(0.05)
-    return output
 
 
 def gone(pids, seconds=10):

@@ -1,0 +1,144 @@
+"""A real Slurm cluster for the tests: a login node and two compute nodes, each its own host."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import launch
+import pytest
+from hosts import Network
+
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
+NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged")
+MISSING = " ".join(name for name in NEEDED if shutil.which(name, path=PATH) is None)
+needs_slurm = pytest.mark.skipif(bool(MISSING), reason=f"needs Slurm: {MISSING} not found")
+
+# Two GPUs on each node, which are files here: Slurm hands them out, and nobody opens them.
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=login
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CommunicationParameters=EnableIPv6{disable_ipv4}
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdSpoolDir={folder}/spool-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+KillWait=5
+GresTypes=gpu
+SlurmdParameters=config_overrides
+NodeName=node[1-2] Sockets=1 CoresPerSocket={cores} RealMemory=1000000 Gres=gpu:2
+PartitionName=gpu Nodes=node[1-2] Default=YES MaxTime=1440
+"""
+
+
+class Cluster:
+    """Login node and nodes; `project` is the checkout that they all see, as on a shared disk."""
+
+    def __init__(self, folder, **options):
+        self.network = Network(folder, names=("login", "node1", "node2"), **options)
+        self.login, *self.nodes = self.network.hosts
+        self.project = folder / "project"
+        shutil.copytree(launch.ROOT / "slurm", self.project / "slurm")
+        for script in launch.ROOT.glob("*.py"):
+            shutil.copy(script, self.project)
+        (self.project / ".venv").symlink_to(sys.prefix)
+
+        etc = folder / "etc"
+        (etc / "state").mkdir(parents=True)
+        only_ipv6 = all(":" in address for address in self.login.addresses)
+        self.env = {"SLURM_CONF": str(etc / "slurm.conf"), "PATH": PATH}
+        (etc / "slurm.conf").write_text(
+            CONFIGURATION.format(
+                folder=etc, cores=os.cpu_count(), disable_ipv4=",DisableIPv4" * only_ipv6
+            )
+        )
+        (etc / "gres.conf").write_text(f"Name=gpu File={etc}/gpu[0-1]\n")
+        for name in ("gpu0", "gpu1"):
+            (etc / name).touch()
+        (etc / "munge.key").write_bytes(os.urandom(128))
+        (etc / "munge.key").chmod(0o400)
+        names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+        files = [f"--{option}={etc}/munge.{name}" for option, name in names.items()]
+        self.login.start(["munged", "--foreground", "--force", *files], **self.env)
+        self.login.start(["slurmctld", "-D"], **self.env)
+        for node in self.nodes:
+            node.start(["slurmd", "-D", "-N", node.name], **self.env)
+        self.wait_for(lambda: self.command("sinfo", "-hN", "-o", "%T").split() == ["idle"] * 2)
+
+    def command(self, *command, **env):
+        """Run a command on the login node, in the project's folder; return what it printed."""
+        enter = [*self.login.enter, f"--wd={self.project}"]
+        done = subprocess.run(
+            [*enter, *command],
+            env=os.environ | self.env | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=30,
+        )
+        return done.stdout
+
+    def submit(self, file, *args, options=(), **env):
+        """Submit a file of slurm/ with 2 GPUs per node and the arguments; return the job's id."""
+        output = self.command("sbatch", *options, f"slurm/{file}", *map(str, args), **env)
+        assert "Submitted batch job" in output, output
+        return int(output.split()[-1])
+
+    def state(self, job):
+        """The state of a job (PENDING, RUNNING, COMPLETED, FAILED, …) and its exit status."""
+        shown = self.command("scontrol", "show", "job", str(job))
+        state = re.search(r"JobState=(\w+)", shown)[1]
+        return state, int(re.search(r"ExitCode=(\d+)", shown)[1])
+
+    def log(self, job):
+        path = self.project / f"ddp-{job}.log"
+        return path.read_text() if path.exists() else ""
+
+    def wait_for(self, condition, seconds=30, what=""):
+        limit = time.monotonic() + seconds
+        while not (result := condition()):
+            assert time.monotonic() < limit, f"not within {seconds} s\n{what and what()}"
+            time.sleep(0.1)
+        return result
+
+    def finish(self, job, seconds=60):
+        """Wait for the end of a job; return its state, exit status and log."""
+
+        def ended():
+            state, status = self.state(job)
+            return state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING") and (
+                state,
+                status,
+            )
+
+        state, status = self.wait_for(ended, seconds, lambda: f"{self.state(job)} {self.log(job)}")
+        return state, status, self.log(job)
+
+    def job_processes(self):
+        """The processes on the nodes but Slurm's own daemons."""
+        found = []
+        for node in self.nodes:
+            for pid in node.processes():
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                if name not in ("slurmd", "slurmstepd"):
+                    found.append((pid, name))
+        return found
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.network.__exit__(*error)

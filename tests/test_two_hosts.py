@@ -1,0 +1,121 @@
+"""multinode.py on two hosts with a network between them and a disk each."""
+
+import shutil
+import time
+
+import launch
+import pytest
+import torch
+from hosts import Network, needs_namespaces
+
+pytestmark = needs_namespaces
+
+
+@pytest.fixture
+def network(request, tmp_path):
+    with Network(tmp_path / "network", **getattr(request, "param", {})) as network:
+        yield network
+
+
+def start(hosts, endpoint, *args, **how):
+    """Start the job on each host, in this order, with two processes on each."""
+    return [host.start(launch.agent(endpoint, *args, nproc=2, **how)) for host in hosts]
+
+
+def finish(agents, seconds=90):
+    """Wait until both agents have ended well, and return what each printed."""
+    ends = [launch.finish(agent, seconds) for agent in agents]
+    assert [status for status, _ in ends] == [0, 0], "\n----\n".join(output for _, output in ends)
+    return [output for _, output in ends]
+
+
+def snapshot(path):
+    return {**torch.load(path, weights_only=True), "wandb_id": None}
+
+
+def assert_same(path, other):
+    """Two snapshots are the same bit for bit."""
+    torch.testing.assert_close(snapshot(path), snapshot(other), rtol=0, atol=0)
+
+
+def the_snapshot(network):
+    """The snapshot that a job has left on the disk of one host, and not on the other's."""
+    (path,) = [file for host in network.hosts for file in host.folder.glob("snapshot.pt*")]
+    return path
+
+
+@pytest.mark.parametrize(
+    ("network", "endpoint"),
+    [({"ipv6": False}, "10.77.0.1:29603"), ({"ipv4": False}, "[fd77::1]:29603")],
+    ids=["IPv4", "IPv6"],
+    indirect=["network"],
+)
+def test_two_hosts_end_where_one_machine_ends(network, endpoint, unbroken):
+    """Bitwise; rank 0 is on one of them and saves there, and nothing is left behind."""
+    outputs = finish(start(network.hosts, endpoint, 40, 5))
+    for host, output in zip(network.hosts, outputs, strict=True):
+        assert output.count(f"| World size: 4 | Local rank: 0 | Host: {host.name} |") == 1
+        assert host.processes() == []
+    assert_same(the_snapshot(network), unbroken(4, 40))
+
+
+def test_the_newest_snapshot_wins_when_the_hosts_change_their_order(network, unbroken):
+    """Resumed with the newest snapshot on the other disk, an old one on the first, by name."""
+    alpha, beta = network.hosts
+    finish(start([alpha, beta], "alpha:29603", 20, 20))
+    old = alpha.folder / "snapshot.pt"
+    shutil.copy(old, beta.folder)
+    torch.save({**torch.load(old, weights_only=True), "epochs_run": 10}, old)
+    outputs = finish(start([beta, alpha], "beta:29603", 40, 40))
+    assert "".join(outputs).count("Resuming training from snapshot at Epoch 20") == 1
+    (rank_0,) = [
+        host for host in network.hosts if snapshot(host.folder / "snapshot.pt")["epochs_run"] == 40
+    ]
+    assert_same(rank_0.folder / "snapshot.pt", unbroken(4, 40))
+
+
+def test_a_host_that_dies_and_comes_back(network, unbroken):
+    """The other host waits for it, both go on from the snapshot, and end bitwise as if unbroken."""
+    alpha, beta = network.hosts
+    command = launch.agent("10.77.0.1:29603", 40, 5, nproc=2, options=["--max-restarts=3"])
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first, second = alpha.start(command, **store), beta.start(command, **store)
+    launch.wait_for(first, lambda output: "Epoch 9 | Training snapshot saved" in output)
+    beta.die()
+    assert second.wait() == -9
+    launch.wait_for(first, lambda output: "Connection" in output)
+    outputs = finish([first, beta.start(command, **store)])
+    assert "".join(outputs).count("Resuming training from snapshot at Epoch") == 1
+    assert_same(the_snapshot(network), unbroken(4, 40))
+
+
+def test_the_link_is_down_for_ten_seconds(network, unbroken):
+    """Training stands still and goes on, without a restart."""
+    alpha, beta = network.hosts
+    agents = start([alpha, beta], "10.77.0.1:29603", 40, 5)
+    launch.wait_for(agents[0], lambda output: "Epoch 9 | Training snapshot saved" in output)
+    network.cable(beta, "down")
+    time.sleep(1)  # what is under way arrives or is lost
+    before = agents[0].log.read_text()
+    time.sleep(9)
+    assert agents[0].log.read_text() == before
+    network.cable(beta, "up")
+    finish(agents)
+    assert_same(the_snapshot(network), unbroken(4, 40))
+
+
+def test_an_elastic_job_goes_on_with_one_host(network):
+    """`--nnodes=1:2`: when one host dies, the other goes on alone from the snapshot."""
+    alpha, beta = network.hosts
+    options = ["--max-restarts=3", "--rdzv-conf=last_call_timeout=3"]
+    command = launch.agent("alpha:29603", 60, 10, nproc=2, nnodes="1:2", options=options)
+    store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    first, second = alpha.start(command, **store), beta.start(command, **store)
+    launch.wait_for(first, lambda output: "Epoch 9 | Training snapshot saved" in output)
+    beta.die()
+    assert second.wait() == -9
+    status, output = launch.finish(first, 90)
+    assert status == 0, output
+    assert "World size: 4" in output and "World size: 2" in output
+    assert output.count("Resuming training from snapshot at Epoch 10") == 1
+    assert snapshot(alpha.folder / "snapshot.pt")["epochs_run"] == 60
