@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE = (
-    str(ROOT / name)
-    for name in ("single_gpu.py", "multigpu.py", "multigpu_torchrun.py", "multinode.py")
+SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK = (
+    str(ROOT / f"{name}.py")
+    for name in ("single_gpu", "multigpu", "multigpu_torchrun", "multinode", "check_cluster")
 )
 
 

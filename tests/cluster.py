@@ -114,6 +114,9 @@ class Cluster:
             time.sleep(0.1)
         return result
 
+    def wait_for_log(self, job, line):
+        self.wait_for(lambda: line in self.log(job), 60, lambda: self.log(job))
+
     def finish(self, job, seconds=60):
         """Wait for the end of a job; return its state, exit status and log."""
 

@@ -1,0 +1,535 @@
+"""Look at a cluster before the job: who is there, can they talk, and how fast.
+
+On one machine:
+  python check_cluster.py
+On several, run on each what the job will run, with `python check_cluster.py` for `torchrun`:
+  python check_cluster.py --nproc_per_node=gpu --nnodes=2 --rdzv-id=456 --rdzv-backend=c10d
+  --rdzv-endpoint=ADDRESS:29603
+It first tries what torchrun would only wait for, and then starts itself on every GPU by torchrun.
+Started by torchrun or srun in place of the script, it does the second part only.
+
+Exit status 0: the job can start. 2: it can't, and a line that begins with ERROR says why.
+"""
+
+import argparse
+import errno
+import json
+import logging
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+HOST = socket.gethostname()
+MIB = 2**20
+
+
+def count_gpus() -> int:
+    """How many GPUs can train together on this machine. (Apple's MPS has no backend for that.)"""
+    return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
+
+
+def give_up(problem: str):
+    """Tell the problem in one line and end this process with exit status 2."""
+    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+        time.sleep(5)  # local rank 0 tells it for all; then the launcher ends those who wait
+    print(f"ERROR: {problem}", file=sys.stderr, flush=True)
+    os._exit(2)  # from any thread, and without waiting for what hangs
+
+
+@contextmanager
+def deadline(seconds: float, problem: str):
+    """Give up with `problem` when the body raises, or is not done in time. Nothing may hang."""
+    timer = threading.Timer(seconds, give_up, [f"{problem} (no answer in {seconds:g} s)"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        give_up(f"{problem} ({first_line(error)})")
+    finally:
+        timer.cancel()
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+# ---- Addresses -----------------------------------------------------------------------------
+
+
+def resolve(host: str) -> list[str]:
+    """The addresses of a host name as this machine knows it, none if it does not know it."""
+    try:
+        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    except OSError:
+        return []
+    return [address[0] for *_, address in found]
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def is_here(address: str) -> bool:
+    """Whether `address` belongs to this machine: then, and only then, a socket binds to it."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with closing(socket.socket(family)) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def is_taken(port: int) -> bool:
+    """Whether another program on this machine already listens on `port`."""
+    try:
+        if socket.has_dualstack_ipv6():
+            socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
+        else:
+            socket.create_server(("", port)).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False
+
+
+def interfaces() -> str:
+    return " ".join(name for _, name in socket.if_nameindex())
+
+
+def unreachable(host: str, port: int, wait: int) -> str | None:
+    """Why this machine cannot connect to host:port, if it cannot within `wait` seconds."""
+    end = time.monotonic() + wait
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=wait).close()
+            return None
+        except OSError as error:
+            reason = error
+        if time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    where = f"{host} port {port}"
+    if isinstance(reason, ConnectionRefusedError):
+        return (
+            f"nobody listens at {where}: start the check on that machine too, with the same"
+            f" endpoint (--wait is how many seconds to wait for it, now {wait})"
+        )
+    return (
+        f"{HOST} gets no answer from {where} ({reason}): is the address right, is the machine up,"
+        " and does a firewall between the two let this port through?"
+    )
+
+
+def endpoint_problem(host: str, port: int, is_host: bool | None, wait: int) -> str | None:
+    """What is wrong with the place where all meet, as seen from here.
+
+    `is_host`: whether this machine is to listen there; None: the one that `host` belongs to is,
+    as torchrun decides it when it is not told by --rdzv-conf=is_host=…
+    """
+    addresses = resolve(host)
+    if not addresses:
+        return (
+            f"{HOST} cannot resolve the name {host}: correct it, add it to /etc/hosts,"
+            " or give the address itself"
+        )
+    if not any(map(is_here, addresses)) and not is_host:
+        return unreachable(host, port, wait)
+    if is_host is False:
+        return unreachable(host, port, wait)
+    if is_taken(port):
+        return (
+            f"port {port} of {HOST} is taken by another program, perhaps by an earlier job:"
+            f" end that (`ss -ltnp` lists them) or choose another port, the same on all machines"
+        )
+    own = resolve(HOST)
+    known = host == HOST or any(map(is_loopback, addresses)) or set(addresses) & set(own)
+    if is_host is None and not known:
+        return (
+            f"{host} belongs to this machine, but its name {HOST} resolves to"
+            f" {' '.join(own) or 'nothing'}, so torchrun would not listen there: correct"
+            " /etc/hosts, or add --rdzv-conf=is_host=1 here and --rdzv-conf=is_host=0 elsewhere"
+        )
+    return None
+
+
+def network_problem(backend: str, master_addr: str) -> str | None:
+    """What of this machine's names and variables would keep it from the other machines."""
+    variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}.get(backend, "")
+    value = os.environ.get(variable, "")
+    for name in value.lstrip("=").split(",") if value and not value.startswith("^") else []:
+        # NCCL takes the beginning of a name, unless "=" stands in front; gloo the whole name.
+        prefix = backend == "nccl" and not value.startswith("=")
+        names = interfaces().split()
+        if not (name in names or (prefix and any(other.startswith(name) for other in names))):
+            return f"{variable}={value}, but {HOST} has no such interface, only: {interfaces()}"
+        if name == "lo":
+            return f"{variable}={value} reaches no other machine; {HOST} has: {interfaces()}"
+    cure = f"correct /etc/hosts, or see --local-addr and {variable} in docs/clusters.md"
+    if backend == "gloo" and not value and all(map(is_loopback, resolve(HOST))):
+        shown = " ".join(resolve(HOST)) or "nothing"
+        return (
+            f"the name {HOST} resolves to {shown} on {HOST} itself, and gloo would give that to"
+            f" the other machines: correct /etc/hosts, or set GLOO_SOCKET_IFNAME on every machine"
+            f" to its interface to the others (there are: {interfaces()})"
+        )
+    on_the_node_of_rank_0 = os.environ["RANK"] == os.environ["LOCAL_RANK"]
+    if not on_the_node_of_rank_0 and any(map(is_loopback, resolve(master_addr))):
+        return (
+            f"MASTER_ADDR is {master_addr}, which is {HOST} itself and not the machine of rank 0:"
+            f" there, {cure}"
+        )
+    return None
+
+
+# ---- First part: what torchrun would only wait for ------------------------------------------
+
+
+def launch(options: list[str], own_options: list[str], wait: int):
+    """Try the endpoint, then start this file by torchrun with its `options`."""
+    if not options:
+        options = ["--standalone", f"--nproc_per_node={count_gpus() or 2}"]
+    parser = torchrun.get_args_parser()
+    parser.usage = argparse.SUPPRESS
+    args = parser.parse_args([*options, os.path.abspath(__file__), *own_options])
+    if args.rdzv_endpoint or args.master_port or args.nnodes not in ("1", "1:1"):
+        try:
+            endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
+            host, port = parse_rendezvous_endpoint(endpoint, 29400)
+        except ValueError as error:
+            give_up(f"--rdzv-endpoint: {error} An IPv6 address stands in brackets: [fd00::1]:29603")
+        is_host = {"is_host=1": True, "is_host=0": False}.get(
+            next((part for part in args.rdzv_conf.split(",") if part.startswith("is_host")), "")
+        )
+        if problem := endpoint_problem(host, port, is_host, wait):
+            give_up(problem)
+        together = 6 * wait
+        print(f"{HOST} waits up to {together} s until all of {args.nnodes} machines are there")
+        if "join_timeout" not in args.rdzv_conf:
+            args.rdzv_conf = f"join_timeout={together},{args.rdzv_conf}".rstrip(",")
+    logging.disable(logging.ERROR)  # torchrun's report says less than the line that we print
+    try:
+        torchrun.run(args)
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode not in (2, -15):  # those have told why
+            print(f"ERROR: a process ended with exit status {failure.exitcode}", file=sys.stderr)
+        sys.exit(2)
+    except RendezvousError as error:
+        give_up(
+            f"not all of {args.nnodes} machines came ({type(error).__name__}): start the same"
+            " command on each, with the same --rdzv-id, --nnodes and endpoint"
+        )
+    except (SignalException, KeyboardInterrupt):
+        sys.exit(130)
+    except ValueError as error:  # of torchrun's own, about its options
+        give_up(str(error).rstrip("."))
+
+
+# ---- Second part: in each process -----------------------------------------------------------
+
+
+def ranges(numbers) -> str:
+    """{0, 1, 2, 5} as 0-2,5."""
+    spans = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans)
+
+
+def parse_ranges(text: str) -> set[int]:
+    """0-2,5 as {0, 1, 2, 5}."""
+    spans = [span.split("-") for span in text.strip().split(",") if span]
+    return {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
+
+
+def cpus() -> tuple[str, str]:
+    """The CPUs that this process may use, and the NUMA nodes that they belong to."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return f"{os.cpu_count()} in all", "-"
+    mine = os.sched_getaffinity(0)
+    nodes = {
+        int(path.parent.name.removeprefix("node"))
+        for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")
+        if parse_ranges(path.read_text()) & mine
+    }
+    return ranges(mine), ranges(nodes) or "-"
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(": ", 1)[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return os.uname().machine
+
+
+def choose_device(local_rank: int, local_world_size: int):
+    """This process's device, its name, its free memory in bytes, and what is wrong with it."""
+    gpus = count_gpus()
+    if gpus == 0:
+        return torch.device("cpu"), cpu_name(), None, None
+    if local_rank >= gpus:
+        problem = f"{local_world_size} processes, but {gpus} GPUs on {HOST}: start one per GPU"
+        return torch.device("cpu"), "no GPU left", None, problem
+    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+    try:
+        torch.accelerator.set_device_index(local_rank)
+        torch.zeros(1, device=device)
+        free, total = torch.get_device_module(device).mem_get_info()
+        name = torch.get_device_module(device).get_device_name(local_rank)
+    except Exception as error:
+        problem = (
+            f"GPU {local_rank} of {HOST} cannot be used ({first_line(error)}):"
+            " who has it, and is the driver well? (nvidia-smi)"
+        )
+        return device, "?", None, problem
+    problem = None
+    if free < 0.75 * total:
+        used = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        problem = (
+            f"GPU {local_rank} of {HOST} is busy: {used} are in use (nvidia-smi shows by whom)."
+            " Wait, or leave it out with CUDA_VISIBLE_DEVICES"
+        )
+    return device, name, free, problem
+
+
+def look_around(device, name, free) -> dict:
+    """What the table says of this process, column by column."""
+    mine, numa = cpus()
+    nccl = "-"
+    if device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None
+    return {
+        "rank": os.environ["RANK"],
+        "local": os.environ["LOCAL_RANK"],
+        "host": HOST,
+        "device": str(device),
+        "name": name,
+        "free": f"{free / 2**30:.1f} GiB" if free else "-",
+        "CPUs": mine,
+        "NUMA": numa,
+        "threads": str(torch.get_num_threads()),
+        "/dev/shm": f"{shared / 2**30:.1f} GiB" if shared else "-",
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or torch.version.hip or "-",
+        "NCCL": nccl,
+    }
+
+
+def exchange(store, key: str, value, wait: int) -> list:
+    """Give `value` to all ranks and return what each of them gave, in the order of ranks."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store.set(f"{key}/{rank}", json.dumps(value))
+    keys = [f"{key}/{other}" for other in range(world_size)]
+    end = time.monotonic() + wait
+    while not store.check(keys):
+        if time.monotonic() > end:
+            missing = " ".join(key.split("/")[-1] for key in keys if not store.check([key]))
+            give_up(f"nothing was heard of rank {missing} in {wait} s: look at its own output")
+        time.sleep(0.05)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def print_table(rows: list[dict]):
+    """Print the rows below their names; mark with * what differs from most of the others."""
+    table = [list(rows[0])] + [list(row.values()) for row in rows]
+    differs = False
+    for column, title in enumerate(rows[0]):
+        if title in ("name", "threads", "/dev/shm", "torch", "CUDA", "NCCL"):
+            (usual, _), *others = Counter(row[title] for row in rows).most_common()
+            differs |= bool(others)
+            for line in table[1:]:
+                line[column] += "" if line[column] == usual else " *"
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
+    if differs:
+        print("* differs from most of the others")
+
+
+def disagreements(rows: list[dict]) -> list[str]:
+    """What must be the same in all processes of a job and is not, with the hosts that have it."""
+    problems = []
+    for title in ("torch", "CUDA", "NCCL"):
+        hosts = {}
+        for row in rows:
+            hosts.setdefault(row[title], {})[row["host"]] = True
+        if len(hosts) > 1:
+            which = "; ".join(f"{version} on {' '.join(names)}" for version, names in hosts.items())
+            problems.append(f"{title} differs: {which}. Install the same version on all machines")
+    kinds = {}
+    for row in rows:
+        kinds.setdefault(row["device"].split(":")[0], {})[row["host"]] = True
+    if len(kinds) > 1 and "cpu" in kinds:
+        without = " ".join(kinds["cpu"])
+        problems.append(
+            f"no GPU for a process on {without}, while others have one: is the driver there, and"
+            " what do CUDA_VISIBLE_DEVICES and the number of processes say?"
+        )
+    return problems
+
+
+def seconds_per_all_reduce(size: int, group, device: torch.device) -> float:
+    """How long one all-reduce of `size` bytes takes in the slowest process, on average.
+
+    Before it is timed, the sums are checked: rank r of n adds r + 1, so each is n (n + 1) / 2.
+    """
+
+    def synchronize():
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def timed(repeats):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            dist.all_reduce(tensor, group=group)
+        synchronize()
+        seconds = torch.tensor((time.perf_counter() - start) / repeats, device=device)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of all: every group repeats equally often
+        return float(seconds)
+
+    ranks = dist.get_world_size(group)
+    tensor = torch.full((size // 4,), dist.get_rank(group) + 1.0, device=device)
+    dist.all_reduce(tensor, group=group)
+    if not (tensor == ranks * (ranks + 1) / 2).all():
+        give_up(f"rank {dist.get_rank()} on {HOST}: an all-reduce of {size} bytes gave wrong sums")
+    tensor.zero_()
+    timed(1)
+    return timed(max(2, min(50, int(0.2 / timed(2)))))
+
+
+def measure(groups: dict, device: torch.device, largest: int):
+    """Print latency and bus bandwidth of all-reduce for messages of 1 KiB, 4 KiB, … in each group.
+
+    In a ring of n processes each sends and receives 2 (n - 1) / n of the message, so that much
+    per second, the bus bandwidth, can be compared with the speed of the links, whatever n is.
+    Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
+    print_on_rank_0 = print if dist.get_rank() == 0 else lambda *_: None
+    print_on_rank_0(f"{'all-reduce':>10}" + "".join(f"  {title:>26}" for title in groups))
+    size, slowest = 1024, 0.0
+    while size <= largest and slowest < 0.5:
+        cells = []
+        for group in groups.values():
+            seconds = seconds_per_all_reduce(size, group, device)
+            ranks = dist.get_world_size(group)
+            bandwidth = 2 * (ranks - 1) / ranks * size / seconds
+            cells.append(f"  {seconds * 1e6:>11.1f} us {bandwidth / 1e9:>7.2f} GB/s")
+            slowest = max(slowest, seconds)
+        shown = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
+        print_on_rank_0(f"{shown:>10}" + "".join(cells))
+        size *= 4
+    if size <= largest:
+        print_on_rank_0("Larger messages were left out: one takes longer than half a second.")
+
+
+def check_process(wait: int, max_mib: int | None):
+    """Compare this process with the others, and then talk with them."""
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    rank, world_size, local_rank, local_world_size, port = (int(os.environ[n]) for n in names)
+    master_addr = os.environ["MASTER_ADDR"]
+    device, name, free, problem = choose_device(local_rank, local_world_size)
+    backend = dist.get_default_backend_for_device(device)
+    if world_size > local_world_size and (trouble := network_problem(backend, master_addr)):
+        give_up(trouble)
+    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listens = rank == 0 and not agent_listens
+    if trouble := endpoint_problem(master_addr, port, listens, wait):
+        give_up(f"MASTER_ADDR: {trouble}")
+    with deadline(wait, f"the store at {master_addr} port {port} does not work"):
+        patience = timedelta(seconds=wait)
+        store = dist.TCPStore(
+            master_addr, port, world_size, listens, patience, wait_for_workers=False
+        )
+    all_facts = exchange(store, "facts", [look_around(device, name, free), problem], wait)
+    rows, problems = zip(*all_facts, strict=True)
+    problems = [*dict.fromkeys(filter(None, problems)), *disagreements(rows)]
+    nodes = world_size // local_world_size
+    if rank == 0:
+        print(f"{world_size} processes on {nodes} nodes talk by {backend}; rank 0: {master_addr}")
+        print_table(rows)
+        for problem in problems:
+            print(f"ERROR: {problem}", file=sys.stderr, flush=True)
+    if problems:
+        exchange(store, "told", True, wait)  # as soon as one process ends, the launcher ends all
+        sys.exit(2)
+
+    causes = (
+        "a wrong interface, IPv4 here and IPv6 there, or a firewall that lets few ports through"
+    )
+    with deadline(2 * wait, f"the processes met, but {backend} cannot connect them: {causes}"):
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=patience,
+            device_id=None if device.type == "cpu" else device,
+        )
+        dist.all_reduce(torch.zeros(1, device=device))
+        firsts = [int(row["rank"]) - int(row["local"]) for row in rows]  # a number for each node
+        members = [[r for r in range(world_size) if firsts[r] == f] for f in sorted({*firsts})]
+        within, _ = dist.new_subgroups_by_enumeration(members)
+    groups = {}
+    if local_world_size > 1:
+        groups[f"within a node ({local_world_size})"] = within
+    if nodes > 1:
+        groups[f"all ({world_size})"] = dist.group.WORLD
+    largest = (max_mib or (64 if device.type == "cpu" else 1024)) * MIB
+    with deadline(120, "an all-reduce hangs"):
+        if groups:
+            measure(groups, device, largest)
+        dist.barrier()
+    if rank == 0:
+        print(f"OK: all-reduce gives the right sums between {world_size} processes")
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS,
+        description=__doc__,
+        epilog="All other options are torchrun's.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--wait", default=10, help="seconds for an answer (10); for all to come, six times that")
+    option("--max_mib", "--max-mib", help="largest message in MiB (with GPUs 1024, without 64)")
+    args, others = parser.parse_known_args()
+    for name, least, most in ("wait", 1, 3600), ("max_mib", 1, 65536):
+        text = str(getattr(args, name) or most)
+        if not (text.isdecimal() and len(text) < 6 and least <= int(text) <= most):
+            parser.error(f"{name}: give a whole number from {least} to {most}, not {text!r}")
+    wait, max_mib = int(args.wait), int(args.max_mib) if args.max_mib else None
+    if "LOCAL_RANK" in os.environ:
+        check_process(wait, max_mib)
+    else:
+        own = [f"--wait={wait}"] + ([f"--max_mib={max_mib}"] if max_mib else [])
+        launch(others, own, wait)
+
+
+if __name__ == "__main__":
+    main()

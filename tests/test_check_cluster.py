@@ -1,0 +1,292 @@
+"""check_cluster.py on sound clusters, and on broken ones, each broken for real."""
+
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+from hosts import Network, needs_namespaces
+
+WRONG_SUMS = """
+import check_cluster
+all_reduce = check_cluster.dist.all_reduce
+def wrong(tensor, *args, **kwargs):
+    all_reduce(tensor, *args, **kwargs)
+    if len(tensor.shape) == 1 and len(tensor) == 4096:
+        tensor[77] += 1
+check_cluster.dist.all_reduce = wrong
+check_cluster.main()
+"""
+
+
+def check(endpoint, *options, nproc=1):
+    """The command for one of two machines, as its documentation gives it."""
+    rendezvous = ("--rdzv-id=456", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
+    nodes = ("--nnodes=2", f"--nproc_per_node={nproc}")
+    return launch.python(launch.CHECK, *nodes, *rendezvous, *options)
+
+
+def errors(output):
+    return re.findall(r"^ERROR: (.*)$", output, re.MULTILINE)
+
+
+def table(output):
+    """The rows of the table as dicts. Columns are where their names are."""
+    lines = output.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("rank"))
+    columns = [match.span() for match in re.finditer(r"\S+ *", lines[start])]
+    rows = []
+    for line in lines[start + 1 :]:
+        if not re.match(r"\d+ ", line):
+            return rows
+        rows.append({lines[start][a:b].strip(): line[a:b].strip() for a, b in columns})
+
+
+def curve(output):
+    """{message size: [(microseconds, GB/s) of each group]}"""
+    found = {}
+    for size, rest in re.findall(r"^ +(\d+ [KM]iB)((?: +[\d.]+ us +[\d.]+ GB/s)+)$", output, re.M):
+        pairs = re.findall(r"([\d.]+) us +([\d.]+) GB/s", rest)
+        found[size] = [(float(us), float(speed)) for us, speed in pairs]
+    return found
+
+
+@pytest.fixture
+def network(tmp_path):
+    with Network(tmp_path / "network") as network:
+        yield network
+
+
+def see_it_end(process, status=2, seconds=20):
+    """It ends in time, with that exit status and no traceback. Return what it printed."""
+    returncode, output = launch.finish(process, seconds)
+    assert returncode == status, output
+    assert "Traceback" not in output
+    return output
+
+
+def the_error(process, seconds=20):
+    (error,) = errors(see_it_end(process, seconds=seconds))
+    return error
+
+
+@pytest.mark.parametrize(
+    "command",
+    [launch.python(launch.CHECK, "--max_mib=1"), launch.torchrun(launch.CHECK, "--max_mib=1")],
+    ids=["python", "torchrun"],
+)
+def test_on_one_machine(command):
+    output = launch.run(command, 30)
+    rows = table(output)
+    assert [row["rank"] for row in rows] == ["0", "1"] == [row["local"] for row in rows]
+    for row in rows:
+        assert row["host"] == socket.gethostname() and row["device"] == "cpu"
+        assert row["torch"] == torch.__version__ and row["threads"] == "1"
+    assert list(curve(output)) == ["1 KiB", "4 KiB", "16 KiB", "64 KiB", "256 KiB", "1 MiB"]
+    for size, [(microseconds, speed)] in curve(output).items():
+        number, unit = size.split()
+        size = int(number) * {"KiB": 2**10, "MiB": 2**20}[unit]
+        # The bus bandwidth of 2 processes is 2 (2 - 1) / 2 = 1 times the size by the time.
+        assert speed == pytest.approx(size / microseconds / 1e3, rel=0.01, abs=0.006)
+    assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
+
+
+def test_the_cpus_that_a_process_may_use():
+    """As `taskset` left them."""
+    output = launch.run(["taskset", "-c", "1", *launch.python(launch.CHECK, "--max_mib=1")], 30)
+    assert [row["CPUs"] for row in table(output)] == ["1", "1"]
+
+
+@needs_namespaces
+def test_two_hosts(network):
+    alpha, beta = network.hosts
+    command = check("alpha:29603", "--max_mib=1", nproc=2)
+    agents = [alpha.start(command), beta.start(command)]
+    first, second = (see_it_end(agent, 0, 40) for agent in agents)
+    if "rank  local" in second:
+        first, second = second, first
+    places = [(row["local"], row["host"]) for row in table(first)]
+    assert sorted(places) == [("0", "alpha"), ("0", "beta"), ("1", "alpha"), ("1", "beta")]
+    assert re.search(r"all-reduce +within a node \(2\) +all \(4\)\n", first)
+    assert all(len(pair) == 2 for pair in curve(first).values()) and len(curve(first)) == 6
+    assert "rank" not in second.partition("waits up to")[2]  # only rank 0 prints
+    assert alpha.processes() == beta.processes() == []
+
+
+@needs_namespaces
+def test_the_endpoint_does_not_resolve(network):
+    error = the_error(network.hosts[0].start(check("nosuch.invalid:29603")))
+    assert error.startswith("alpha cannot resolve the name nosuch.invalid: ")
+
+
+@needs_namespaces
+def test_nobody_listens(network):
+    error = the_error(network.hosts[1].start(check("alpha:29603")))
+    assert error.startswith("nobody listens at alpha port 29603: start the check on that machine")
+
+
+@needs_namespaces
+def test_no_answer(network):
+    network.cable(network.hosts[0], "down")
+    error = the_error(network.hosts[1].start(check("10.77.0.1:29603")))
+    assert error.startswith("beta gets no answer from 10.77.0.1 port 29603 (")
+
+
+@needs_namespaces
+def test_the_others_do_not_come(network):
+    error = the_error(network.hosts[0].start(check("alpha:29603", "--wait=1")))
+    assert error.startswith("not all of 2 machines came (RendezvousTimeoutError): start the same")
+
+
+@needs_namespaces
+@pytest.mark.parametrize("address", ["", "127.0.0.1"], ids=["everywhere", "on loopback"])
+def test_the_port_is_taken(network, address):
+    code = f"import socket, time; s = socket.create_server(({address!r}, 29603)); time.sleep(60)"
+    network.hosts[0].start([sys.executable, "-c", code])
+    time.sleep(1)
+    error = the_error(network.hosts[0].start(check("alpha:29603")))
+    assert error.startswith("port 29603 of alpha is taken by another program")
+
+
+@needs_namespaces
+def test_the_name_resolves_to_loopback_and_the_endpoint_is_an_address(network):
+    """torchrun then does not know itself for the host of the endpoint, and nobody listens."""
+    network.hosts[0].know("127.0.1.1 alpha\n10.77.0.2 beta")
+    error = the_error(network.hosts[0].start(check("10.77.0.1:29603")))
+    assert error.startswith("10.77.0.1 belongs to this machine, but its name alpha resolves to 127")
+    assert "--rdzv-conf=is_host=1" in error
+
+
+@needs_namespaces
+def test_the_name_resolves_to_loopback_and_the_endpoint_is_that_name(network):
+    """gloo would tell beta to look for alpha at 127.0.1.1. The cure that is named helps."""
+    alpha, beta = network.hosts
+    alpha.know("127.0.1.1 alpha\n10.77.0.2 beta")
+    command = check("alpha:29603", "--max_mib=1")
+    agents = [alpha.start(command), beta.start(command)]
+    error = the_error(agents[0])
+    assert error.startswith("the name alpha resolves to 127.0.1.1 on alpha itself, and gloo would")
+    assert "(there are: lo eth0)" in error
+    launch.finish(agents[1], 30)
+    agents = [host.start(command, GLOO_SOCKET_IFNAME="eth0") for host in network.hosts]
+    for agent in agents:
+        see_it_end(agent, 0, 40)
+
+
+@needs_namespaces
+def test_rank_0_is_called_localhost(tmp_path):
+    """Its name is an alias of localhost there, and the other host looks for it on itself."""
+    with Network(tmp_path / "network", names=("alpha", "zeta"), ipv6=False) as network:
+        alpha, zeta = network.hosts
+        (alpha.folder / "hosts").write_text("127.0.0.1 localhost alpha\n10.77.0.2 zeta\n")
+        interface = {"GLOO_SOCKET_IFNAME": "eth0"}
+        agents = [
+            alpha.start(check("10.77.0.1:29603", "--rdzv-conf=is_host=1"), **interface),
+            zeta.start(check("10.77.0.1:29603", "--rdzv-conf=is_host=0"), **interface),
+        ]
+        error = the_error(agents[1])
+        assert error.startswith("MASTER_ADDR is localhost, which is zeta itself and not the mach")
+        assert "nothing was heard of rank 1" in the_error(agents[0], 30)
+
+
+@needs_namespaces
+def test_the_interface_does_not_exist(network):
+    alpha, beta = network.hosts
+    command = check("alpha:29603")
+    agents = [alpha.start(command, GLOO_SOCKET_IFNAME="ens5"), beta.start(command)]
+    error = the_error(agents[0])
+    assert error == "GLOO_SOCKET_IFNAME=ens5, but alpha has no such interface, only: lo eth0"
+    launch.finish(agents[1], 30)
+
+
+@needs_namespaces
+def test_the_interface_leads_nowhere(network):
+    alpha, beta = network.hosts
+    for host, address in zip(network.hosts, ("10.88.1.1", "10.88.2.1"), strict=True):
+        host.sh("ip link add side type veth peer name other; ip link set other up")
+        host.sh(f"ip address add {address}/24 dev side; ip link set side up")
+        host.sh("ip route add unreachable 10.88.0.0/16")
+    command = check("alpha:29603", "--wait=4")
+    agents = [host.start(command, GLOO_SOCKET_IFNAME="side") for host in network.hosts]
+    for agent in agents:
+        error = the_error(agent)
+        assert error.startswith("the processes met, but gloo cannot connect them: a wrong inter")
+
+
+@needs_namespaces
+def test_versions_differ(network):
+    """On beta torch has another version.py over its own."""
+    alpha, beta = network.hosts
+    path = Path(torch.__file__).parent / "version.py"
+    other = beta.folder / "version.py"
+    other.write_text(path.read_text() + "\n__version__ = '2.99.0'\n")
+    beta.sh(f"mount --bind {other} {path}")
+    command = check("alpha:29603")
+    outputs = [see_it_end(agent) for agent in [alpha.start(command), beta.start(command)]]
+    output = "".join(outputs)
+    assert [row["torch"].split()[0] for row in table(output)] == [torch.__version__, "2.99.0"]
+    assert "* differs from most of the others" in output
+    wanted = f"torch differs: {torch.__version__} on alpha; 2.99.0 on beta. Install the same"
+    assert [error[: len(wanted)] for error in errors(output)] == [wanted]
+
+
+def by_srun(rank, address, port):
+    """The variables that slurm/multinode_srun.sbatch sets for one of two processes on a node."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "taken", "expected"),
+    [
+        (1, "nosuch.invalid", False, "MASTER_ADDR: {host} cannot resolve the name nosuch.invalid"),
+        (1, "localhost", False, "MASTER_ADDR: nobody listens at localhost port {port}"),
+        (0, "localhost", True, "MASTER_ADDR: port {port} of {host} is taken by another program"),
+        (0, "localhost", False, "nothing was heard of rank 1 in 2 s"),
+    ],
+)
+def test_started_by_srun(rank, address, taken, expected):
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+        if not taken:
+            server.close()
+        variables = by_srun(rank, address, port)
+        error = the_error(launch.start(launch.python(launch.CHECK, "--wait=2"), **variables))
+    assert error.startswith(expected.format(host=socket.gethostname(), port=port))
+
+
+def test_wrong_sums_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
+    Path("driver.py").write_text(WRONG_SUMS)
+    status, output = launch.finish(launch.start(launch.torchrun("driver.py")), 30)
+    assert status == 1
+    assert re.search(
+        r"^ERROR: rank 0 on .*: an all-reduce of 16384 bytes gave wrong sums$", output, re.M
+    )
+    assert "64 KiB" not in output and "OK" not in output
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--nosuch"], "unrecognized arguments: --nosuch"),
+        (["--nnodes=2", "--rdzv-endpoint=alpha:99999"], "--rdzv-endpoint: The port number"),
+        (["--nproc_per_node=none"], "Unsupported nproc_per_node value: none"),
+        (["--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
+        (["--max_mib=x"], "max_mib: give a whole number from 1 to 65536, not 'x'"),
+    ],
+)
+def test_bad_options(options, expected):
+    output = launch.run(launch.python(launch.CHECK, *options), 30, status=2)
+    (line,) = output.splitlines()
+    assert expected in line and "rror: " in line.replace("ERROR", "error")

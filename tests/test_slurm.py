@@ -1,0 +1,164 @@
+"""The files of slurm/, submitted to a real Slurm with two nodes."""
+
+import re
+
+import pytest
+import torch
+from cluster import Cluster, needs_slurm
+from hosts import needs_namespaces
+from test_check_cluster import table
+
+pytestmark = [needs_namespaces, needs_slurm]
+
+TORCHRUN, SRUN, SINGLE_NODE = (
+    f"{name}.sbatch" for name in ("multinode_torchrun", "multinode_srun", "single_node")
+)
+# The files ask for 4 GPUs on each node; sbatch's own options win. `small` is half a node.
+SIZES = {
+    (TORCHRUN, "whole"): ("--gpus-per-node=2", "--cpus-per-task=2"),
+    (TORCHRUN, "small"): ("--gpus-per-node=1", "--cpus-per-task=1"),
+    (SRUN, "whole"): ("--ntasks-per-node=2", "--cpus-per-task=1"),
+    (SRUN, "small"): ("--ntasks-per-node=1", "--cpus-per-task=1"),
+    (SINGLE_NODE, "whole"): ("--gpus-per-node=2", "--cpus-per-task=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
+        yield cluster
+
+
+def assert_same(path, other):
+    """Two snapshots are the same bit for bit."""
+    one, other = (
+        {**torch.load(path, weights_only=True), "wandb_id": None} for path in (path, other)
+    )
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def started(log):
+    """All `(rank, world size, local rank, host)` that a job printed."""
+    form = r"^Rank: (\d+) \| World size: (\d+) \| Local rank: (\d+) \| Host: (\w+) \|"
+    return re.findall(form, log, re.MULTILINE)
+
+
+def test_two_jobs_share_the_nodes_and_end_where_one_machine_ends(cluster, unbroken):
+    """One by torchrun and one by srun, at once: neither meets the other."""
+    jobs = {}
+    for file in TORCHRUN, SRUN:
+        path = f"{file}.pt"
+        jobs[file] = cluster.submit(
+            file, 40, 20, "--snapshot_path", path, options=SIZES[file, "small"]
+        )
+    for file, job in jobs.items():
+        state, status, log = cluster.finish(job)
+        assert (state, status) == ("COMPLETED", 0), log
+        assert {line[1:] for line in started(log)} == {("2", "0", "node1"), ("2", "0", "node2")}
+        assert_same(cluster.project / f"{file}.pt", unbroken(2, 40))
+    both = [cluster.log(job) for job in jobs.values()]
+    assert all("Error" not in log and "rror:" not in log for log in both), both
+
+
+@pytest.mark.parametrize("file", [TORCHRUN, SRUN, SINGLE_NODE])
+def test_processes_and_nodes_are_those_that_slurm_gave(cluster, file, unbroken):
+    """Rank 0 is on the first node, and each process has the local rank of a GPU of its node."""
+    job = cluster.submit(
+        file, 20, 20, "--snapshot_path", f"{file}-2.pt", options=SIZES[file, "whole"]
+    )
+    state, status, log = cluster.finish(job)
+    assert (state, status) == ("COMPLETED", 0), log
+    nodes = 1 if file == SINGLE_NODE else 2
+    places = [(str(local), f"node{node}") for node in range(1, nodes + 1) for local in range(2)]
+    expected = [(str(rank), str(2 * nodes), *place) for rank, place in enumerate(places)]
+    assert sorted(started(log)) == expected
+    assert_same(cluster.project / f"{file}-2.pt", unbroken(2 * nodes, 20))
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "command"),
+    [
+        (TORCHRUN, "small", "scontrol requeue {job}"),
+        # What Slurm sends when the time is nearly up, see --signal.
+        (SRUN, "small", "scancel --batch --signal=USR1 {job}"),
+        (SINGLE_NODE, "whole", "scancel --batch --signal=USR1 {job}"),
+    ],
+    ids=[TORCHRUN, SRUN, SINGLE_NODE],
+)
+def test_a_requeued_job_goes_on_where_it_was(cluster, file, size, command, unbroken):
+    """It ends with the bits of an unbroken run, and its log has both parts."""
+    path = f"{file}-requeued.pt"
+    job = cluster.submit(file, 100, 5, "--snapshot_path", path, options=SIZES[file, size])
+    cluster.wait_for_log(job, "Epoch 9 | Training snapshot saved")
+    cluster.command(*command.format(job=job).split())
+    cluster.wait_for(lambda: cluster.state(job)[0] == "PENDING")
+    assert cluster.job_processes() == []
+    state, status, log = cluster.finish(job, 90)
+    assert (state, status) == ("COMPLETED", 0), log
+    (resumed,) = re.findall(r"Resuming training from snapshot at Epoch (\d+)\n", log)
+    assert 10 <= int(resumed) < 100 and "] Epoch 0 |" in log
+    assert_same(cluster.project / path, unbroken(2, 100))
+
+
+@pytest.mark.parametrize("file", [TORCHRUN, SRUN, SINGLE_NODE])
+def test_scancel_leaves_no_process(cluster, file):
+    options = SIZES[file, "whole"]
+    job = cluster.submit(file, 10**6, 10**6, "--snapshot_path", "x.pt", options=options)
+    cluster.wait_for_log(job, "] Epoch 0 |")
+    assert cluster.job_processes()
+    cluster.command("scancel", str(job))
+    state, _, log = cluster.finish(job, 30)
+    assert state == "CANCELLED", log
+    assert cluster.job_processes() == []
+
+
+@pytest.mark.parametrize("file", [TORCHRUN, SRUN])
+def test_a_wrong_argument_fails_the_job_with_our_line(cluster, file):
+    job = cluster.submit(file, 0, 10, options=SIZES[file, "small"])
+    state, status, log = cluster.finish(job, 40)
+    assert state == "FAILED" and status == (2 if file == SRUN else 1), log
+    assert (
+        log.count("ERROR: total_epochs: give a whole number from 1 to 2147483647, not '0'\n") == 1
+    )
+    assert cluster.job_processes() == []
+
+
+IPV6_ONLY = {"ipv4": False}
+LOOPBACK = "127.0.1.1 node1\n10.77.0.1 login\n10.77.0.3 node2"
+SEVERAL = "10.99.0.2 node1\n10.77.0.2 node1\nfd77::2 node1\n10.77.0.1 login\n10.77.0.3 node2"
+
+
+@pytest.mark.parametrize(
+    ("options", "hosts_of_node1", "env"),
+    [
+        (IPV6_ONLY, None, {}),
+        ({}, LOOPBACK, {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ({}, SEVERAL, {"GLOO_SOCKET_IFNAME": "eth0"}),
+    ],
+    ids=["IPv6 only", "its own name is loopback", "several addresses"],
+)
+def test_the_head_node_is_found(tmp_path, options, hosts_of_node1, env):
+    """Whatever the first node says of its own name."""
+    with Cluster(tmp_path / "cluster", **options) as cluster:
+        if hosts_of_node1:
+            cluster.nodes[0].sh("ip address add 10.99.0.2/24 dev lo")
+            cluster.nodes[0].know(hosts_of_node1)
+        jobs = [
+            cluster.submit(file, 2, 2, "--snapshot_path", file, options=SIZES[file, "small"], **env)
+            for file in (TORCHRUN, SRUN)
+        ]
+        for job in jobs:
+            state, status, log = cluster.finish(job)
+            assert (state, status) == ("COMPLETED", 0), log
+            assert {line[1] for line in started(log)} == {"2"}
+
+
+def test_check_cluster_under_slurm(cluster):
+    """Before the job, with the job's own file. Each process is bound to a core of its own."""
+    options = SIZES[SRUN, "whole"]
+    job = cluster.submit(SRUN, "--max_mib=1", options=options, SCRIPT="check_cluster.py")
+    state, status, log = cluster.finish(job)
+    assert (state, status) == ("COMPLETED", 0), log
+    rows = table(log)
+    assert [row["host"] for row in rows] == ["node1", "node1", "node2", "node2"]
+    assert [row["CPUs"] for row in rows] == ["0", "1", "0", "1"]
