@@ -148,9 +148,7 @@ def endpoint_problem(host: str, port: int, is_host: bool | None, wait: int) -> s
             f"{HOST} cannot resolve the name {host}: correct it, add it to /etc/hosts,"
             " or give the address itself"
         )
-    if not any(map(is_here, addresses)) and not is_host:
-        return unreachable(host, port, wait)
-    if is_host is False:
+    if is_host is False or (is_host is None and not any(map(is_here, addresses))):
         return unreachable(host, port, wait)
     if is_taken(port):
         return (
@@ -374,7 +372,8 @@ def disagreements(rows: list[dict]) -> list[str]:
     for title in ("torch", "CUDA", "NCCL"):
         hosts = {}
         for row in rows:
-            hosts.setdefault(row[title], {})[row["host"]] = True
+            if row[title] != "-":  # told below as a GPU that is missing
+                hosts.setdefault(row[title], {})[row["host"]] = True
         if len(hosts) > 1:
             which = "; ".join(f"{version} on {' '.join(names)}" for version, names in hosts.items())
             problems.append(f"{title} differs: {which}. Install the same version on all machines")
@@ -420,13 +419,22 @@ def seconds_per_all_reduce(size: int, group, device: torch.device) -> float:
     return timed(max(2, min(50, int(0.2 / timed(2)))))
 
 
-def measure(groups: dict, device: torch.device, largest: int):
-    """Print latency and bus bandwidth of all-reduce for messages of 1 KiB, 4 KiB, … in each group.
+def measure(nodes: list[list[int]], device: torch.device, largest: int):
+    """Print latency and bus bandwidth of all-reduce for messages of 1 KiB to `largest` bytes.
+
+    `nodes` has the ranks on each node: they talk among themselves first, then all with all.
 
     In a ring of n processes each sends and receives 2 (n - 1) / n of the message, so that much
     per second, the bus bandwidth, can be compared with the speed of the links, whatever n is.
     Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
+    groups = {}
+    if max(map(len, nodes)) > 1:
+        groups["within a node"], _ = dist.new_subgroups_by_enumeration(nodes)
+    if len(nodes) > 1:
+        groups["between all"] = dist.group.WORLD
+    if not groups:
+        return
     print_on_rank_0 = print if dist.get_rank() == 0 else lambda *_: None
     print_on_rank_0(f"{'all-reduce':>10}" + "".join(f"  {title:>26}" for title in groups))
     size, slowest = 1024, 0.0
@@ -467,9 +475,11 @@ def check_process(wait: int, max_mib: int | None):
     all_facts = exchange(store, "facts", [look_around(device, name, free), problem], wait)
     rows, problems = zip(*all_facts, strict=True)
     problems = [*dict.fromkeys(filter(None, problems)), *disagreements(rows)]
-    nodes = world_size // local_world_size
+    node_of = [int(row["rank"]) - int(row["local"]) for row in rows]  # its first rank
+    nodes = [[r for r in range(world_size) if node_of[r] == first] for first in sorted({*node_of})]
     if rank == 0:
-        print(f"{world_size} processes on {nodes} nodes talk by {backend}; rank 0: {master_addr}")
+        print(f"Processes: {world_size} | Nodes: {len(nodes)} | Backend: {backend}", end="")
+        print(f" | MASTER_ADDR: {master_addr} | MASTER_PORT: {port}")
         print_table(rows)
         for problem in problems:
             print(f"ERROR: {problem}", file=sys.stderr, flush=True)
@@ -477,9 +487,7 @@ def check_process(wait: int, max_mib: int | None):
         exchange(store, "told", True, wait)  # as soon as one process ends, the launcher ends all
         sys.exit(2)
 
-    causes = (
-        "a wrong interface, IPv4 here and IPv6 there, or a firewall that lets few ports through"
-    )
+    causes = "a wrong interface, IPv4 here and IPv6 there, or a firewall that lets few ports pass"
     with deadline(2 * wait, f"the processes met, but {backend} cannot connect them: {causes}"):
         dist.init_process_group(
             backend,
@@ -490,18 +498,8 @@ def check_process(wait: int, max_mib: int | None):
             device_id=None if device.type == "cpu" else device,
         )
         dist.all_reduce(torch.zeros(1, device=device))
-        firsts = [int(row["rank"]) - int(row["local"]) for row in rows]  # a number for each node
-        members = [[r for r in range(world_size) if firsts[r] == f] for f in sorted({*firsts})]
-        within, _ = dist.new_subgroups_by_enumeration(members)
-    groups = {}
-    if local_world_size > 1:
-        groups[f"within a node ({local_world_size})"] = within
-    if nodes > 1:
-        groups[f"all ({world_size})"] = dist.group.WORLD
-    largest = (max_mib or (64 if device.type == "cpu" else 1024)) * MIB
     with deadline(120, "an all-reduce hangs"):
-        if groups:
-            measure(groups, device, largest)
+        measure(nodes, device, (max_mib or (64 if device.type == "cpu" else 1024)) * MIB)
         dist.barrier()
     if rank == 0:
         print(f"OK: all-reduce gives the right sums between {world_size} processes")

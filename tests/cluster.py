@@ -35,6 +35,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,sched_interval=2
 MpiDefault=none
 KillWait=5
 GresTypes=gpu
