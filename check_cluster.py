@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,8 +108,8 @@ def is_taken(port: int) -> bool:
     return False
 
 
-def interfaces() -> str:
-    return " ".join(name for _, name in socket.if_nameindex())
+def interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
 
 
 def unreachable(host: str, port: int, wait: int) -> str | None:
@@ -136,7 +136,25 @@ def unreachable(host: str, port: int, wait: int) -> str | None:
     )
 
 
-def endpoint_problem(host: str, port: int, is_host: bool | None, wait: int) -> str | None:
+def is_our_rendezvous(host: str, port: int, rdzv_id: str | None) -> bool:
+    """Whether another torchrun of this job, on this same machine, listens there already."""
+    found = threading.Event()
+
+    def ask():
+        with suppress(RuntimeError):
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+            store.wait([f"torch.rendezvous.{rdzv_id}"])  # the key that all of a job share
+            found.set()
+
+    if rdzv_id is not None:  # in a thread, because a program of another kind never answers
+        threading.Thread(target=ask, daemon=True).start()
+        found.wait(5)
+    return found.is_set()
+
+
+def endpoint_problem(
+    host: str, port: int, is_host: bool | None, wait: int, rdzv_id: str | None = None
+) -> str | None:
     """What is wrong with the place where all meet, as seen from here.
 
     `is_host`: whether this machine is to listen there; None: the one that `host` belongs to is,
@@ -150,7 +168,7 @@ def endpoint_problem(host: str, port: int, is_host: bool | None, wait: int) -> s
         )
     if is_host is False or (is_host is None and not any(map(is_here, addresses))):
         return unreachable(host, port, wait)
-    if is_taken(port):
+    if is_taken(port) and not is_our_rendezvous(host, port, rdzv_id):
         return (
             f"port {port} of {HOST} is taken by another program, perhaps by an earlier job:"
             f" end that (`ss -ltnp` lists them) or choose another port, the same on all machines"
@@ -166,33 +184,33 @@ def endpoint_problem(host: str, port: int, is_host: bool | None, wait: int) -> s
     return None
 
 
-def network_problem(backend: str, master_addr: str) -> str | None:
-    """What of this machine's names and variables would keep it from the other machines."""
+def interface_problem(backend: str) -> str | None:
+    """Whether the variable that names the network interface names one that can be used."""
     variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}.get(backend, "")
     value = os.environ.get(variable, "")
-    for name in value.lstrip("=").split(",") if value and not value.startswith("^") else []:
-        # NCCL takes the beginning of a name, unless "=" stands in front; gloo the whole name.
-        prefix = backend == "nccl" and not value.startswith("=")
-        names = interfaces().split()
-        if not (name in names or (prefix and any(other.startswith(name) for other in names))):
-            return f"{variable}={value}, but {HOST} has no such interface, only: {interfaces()}"
-        if name == "lo":
-            return f"{variable}={value} reaches no other machine; {HOST} has: {interfaces()}"
-    cure = f"correct /etc/hosts, or see --local-addr and {variable} in docs/clusters.md"
-    if backend == "gloo" and not value and all(map(is_loopback, resolve(HOST))):
-        shown = " ".join(resolve(HOST)) or "nothing"
-        return (
-            f"the name {HOST} resolves to {shown} on {HOST} itself, and gloo would give that to"
-            f" the other machines: correct /etc/hosts, or set GLOO_SOCKET_IFNAME on every machine"
-            f" to its interface to the others (there are: {interfaces()})"
-        )
-    on_the_node_of_rank_0 = os.environ["RANK"] == os.environ["LOCAL_RANK"]
-    if not on_the_node_of_rank_0 and any(map(is_loopback, resolve(master_addr))):
-        return (
-            f"MASTER_ADDR is {master_addr}, which is {HOST} itself and not the machine of rank 0:"
-            f" there, {cure}"
-        )
+    if value.startswith("^"):  # NCCL: all but these
+        return None
+    # NCCL takes the beginning of a name, unless "=" stands in front; gloo takes whole names.
+    prefix = backend == "nccl" and not value.startswith("=")
+    for name in filter(None, value.lstrip("=").split(",")):
+        if not any(there == name or (prefix and there.startswith(name)) for there in interfaces()):
+            there = " ".join(interfaces())
+            return f"{variable}={value}, but {HOST} has no such interface, only: {there}"
     return None
+
+
+def name_problem(backend: str) -> str | None:
+    """Whether gloo would tell the other machines a loopback address as this machine's own."""
+    own = resolve(HOST)
+    if backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ:
+        return None
+    if not all(map(is_loopback, own)):
+        return None
+    return (
+        f"the name {HOST} resolves to {' '.join(own) or 'nothing'} on {HOST} itself, and gloo"
+        " would give that to the other machines: correct /etc/hosts, or set GLOO_SOCKET_IFNAME on"
+        f" every machine to its interface to the others (there are: {' '.join(interfaces())})"
+    )
 
 
 # ---- First part: what torchrun would only wait for ------------------------------------------
@@ -205,7 +223,8 @@ def launch(options: list[str], own_options: list[str], wait: int):
     parser = torchrun.get_args_parser()
     parser.usage = argparse.SUPPRESS
     args = parser.parse_args([*options, os.path.abspath(__file__), *own_options])
-    if args.rdzv_endpoint or args.master_port or args.nnodes not in ("1", "1:1"):
+    alone = args.nnodes in ("1", "1:1")
+    if not args.standalone and (args.rdzv_endpoint or args.master_port or not alone):
         try:
             endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
             host, port = parse_rendezvous_endpoint(endpoint, 29400)
@@ -214,10 +233,11 @@ def launch(options: list[str], own_options: list[str], wait: int):
         is_host = {"is_host=1": True, "is_host=0": False}.get(
             next((part for part in args.rdzv_conf.split(",") if part.startswith("is_host")), "")
         )
-        if problem := endpoint_problem(host, port, is_host, wait):
+        if problem := endpoint_problem(host, port, is_host, wait, args.rdzv_id):
             give_up(problem)
         together = 6 * wait
-        print(f"{HOST} waits up to {together} s until all of {args.nnodes} machines are there")
+        if not alone:
+            print(f"{HOST} waits up to {together} s until all of {args.nnodes} machines are there")
         if "join_timeout" not in args.rdzv_conf:
             args.rdzv_conf = f"join_timeout={together},{args.rdzv_conf}".rstrip(",")
     logging.disable(logging.ERROR)  # torchrun's report says less than the line that we print
@@ -285,10 +305,10 @@ def choose_device(local_rank: int, local_world_size: int):
     gpus = count_gpus()
     if gpus == 0:
         return torch.device("cpu"), cpu_name(), None, None
+    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
     if local_rank >= gpus:
         problem = f"{local_world_size} processes, but {gpus} GPUs on {HOST}: start one per GPU"
-        return torch.device("cpu"), "no GPU left", None, problem
-    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        return device, "there is none", None, problem
     try:
         torch.accelerator.set_device_index(local_rank)
         torch.zeros(1, device=device)
@@ -461,19 +481,26 @@ def check_process(wait: int, max_mib: int | None):
     master_addr = os.environ["MASTER_ADDR"]
     device, name, free, problem = choose_device(local_rank, local_world_size)
     backend = dist.get_default_backend_for_device(device)
-    if world_size > local_world_size and (trouble := network_problem(backend, master_addr)):
+    if trouble := interface_problem(backend):
         give_up(trouble)
     agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = rank == 0 and not agent_listens
     if trouble := endpoint_problem(master_addr, port, listens, wait):
+        if rank != local_rank and any(map(is_loopback, resolve(master_addr))):
+            trouble = (
+                f"{master_addr} is {HOST} itself, and not the machine of rank 0, which calls itself"
+                " so: correct /etc/hosts there, or give it --local-addr, see docs/clusters.md"
+            )
         give_up(f"MASTER_ADDR: {trouble}")
     with deadline(wait, f"the store at {master_addr} port {port} does not work"):
         patience = timedelta(seconds=wait)
         store = dist.TCPStore(
             master_addr, port, world_size, listens, patience, wait_for_workers=False
         )
-    all_facts = exchange(store, "facts", [look_around(device, name, free), problem], wait)
-    rows, problems = zip(*all_facts, strict=True)
+    facts = look_around(device, name, free), problem, name_problem(backend)
+    rows, problems, of_names = zip(*exchange(store, "facts", facts, wait), strict=True)
+    if len({row["host"] for row in rows}) > 1:
+        problems += of_names
     problems = [*dict.fromkeys(filter(None, problems)), *disagreements(rows)]
     node_of = [int(row["rank"]) - int(row["local"]) for row in rows]  # its first rank
     nodes = [[r for r in range(world_size) if node_of[r] == first] for first in sorted({*node_of})]
