@@ -93,8 +93,14 @@ class Cluster:
         return done.stdout
 
     def submit(self, file, *args, options=(), **env):
-        """Submit a file of slurm/ with 2 GPUs per node and the arguments; return the job's id."""
-        output = self.command("sbatch", *options, f"slurm/{file}", *map(str, args), **env)
+        """Submit a file of slurm/ with the script's arguments; return the job's id."""
+        command = " ".join(["sbatch", f"slurm/{file}", *map(str, args)])
+        return self.submit_typed(command, options, **env)
+
+    def submit_typed(self, command, options, **env):
+        """Type `command` on the login node, with `options` for sbatch; return the job's id."""
+        command = command.replace("sbatch ", f"sbatch {' '.join(options)} ", 1)
+        output = self.command("bash", "-c", command, **env)
         assert "Submitted batch job" in output, output
         return int(output.split()[-1])
 

@@ -2,6 +2,7 @@
 
 import re
 
+import launch
 import pytest
 import torch
 from cluster import Cluster, needs_slurm
@@ -49,30 +50,36 @@ def test_two_jobs_share_the_nodes_and_end_where_one_machine_ends(cluster, unbrok
     for file in TORCHRUN, SRUN:
         path = f"{file}.pt"
         jobs[file] = cluster.submit(
-            file, 40, 20, "--snapshot_path", path, options=SIZES[file, "small"]
+            file, 50, 10, "--snapshot_path", path, options=SIZES[file, "small"]
         )
     for file, job in jobs.items():
         state, status, log = cluster.finish(job)
         assert (state, status) == ("COMPLETED", 0), log
         assert {line[1:] for line in started(log)} == {("2", "0", "node1"), ("2", "0", "node2")}
-        assert_same(cluster.project / f"{file}.pt", unbroken(2, 40))
+        assert_same(cluster.project / f"{file}.pt", unbroken(2, 50))
     both = [cluster.log(job) for job in jobs.values()]
     assert all("Error" not in log and "rror:" not in log for log in both), both
+
+
+def typed(form):
+    """The one command of docs/clusters.md that begins so."""
+    text = (launch.ROOT / "docs" / "clusters.md").read_text()
+    (command,) = re.findall(rf"^\$ ({form}.*)$", text, re.MULTILINE)
+    return command
 
 
 @pytest.mark.parametrize("file", [TORCHRUN, SRUN, SINGLE_NODE])
 def test_processes_and_nodes_are_those_that_slurm_gave(cluster, file, unbroken):
     """Rank 0 is on the first node, and each process has the local rank of a GPU of its node."""
-    job = cluster.submit(
-        file, 20, 20, "--snapshot_path", f"{file}-2.pt", options=SIZES[file, "whole"]
-    )
+    (cluster.project / "snapshot.pt").unlink(missing_ok=True)
+    job = cluster.submit_typed(typed(f"sbatch slurm/{file} "), SIZES[file, "whole"])
     state, status, log = cluster.finish(job)
     assert (state, status) == ("COMPLETED", 0), log
     nodes = 1 if file == SINGLE_NODE else 2
     places = [(str(local), f"node{node}") for node in range(1, nodes + 1) for local in range(2)]
     expected = [(str(rank), str(2 * nodes), *place) for rank, place in enumerate(places)]
     assert sorted(started(log)) == expected
-    assert_same(cluster.project / f"{file}-2.pt", unbroken(2 * nodes, 20))
+    assert_same(cluster.project / "snapshot.pt", unbroken(2 * nodes, 50))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +95,7 @@ def test_processes_and_nodes_are_those_that_slurm_gave(cluster, file, unbroken):
 def test_a_requeued_job_goes_on_where_it_was(cluster, file, size, command, unbroken):
     """It ends with the bits of an unbroken run, and its log has both parts."""
     path = f"{file}-requeued.pt"
-    job = cluster.submit(file, 40, 5, "--snapshot_path", path, options=SIZES[file, size])
+    job = cluster.submit(file, 50, 5, "--snapshot_path", path, options=SIZES[file, size])
     cluster.wait_for_log(job, "Epoch 9 | Training snapshot saved")
     cluster.command(*command.format(job=job).split())
     cluster.wait_for(lambda: cluster.state(job)[0] == "PENDING")
@@ -96,8 +103,8 @@ def test_a_requeued_job_goes_on_where_it_was(cluster, file, size, command, unbro
     state, status, log = cluster.finish(job, 90)
     assert (state, status) == ("COMPLETED", 0), log
     (resumed,) = re.findall(r"Resuming training from snapshot at Epoch (\d+)\n", log)
-    assert 10 <= int(resumed) < 40 and "] Epoch 0 |" in log
-    assert_same(cluster.project / path, unbroken(2, 40))
+    assert 10 <= int(resumed) < 50 and "] Epoch 0 |" in log
+    assert_same(cluster.project / path, unbroken(2, 50))
 
 
 @pytest.mark.parametrize("file", [TORCHRUN, SRUN, SINGLE_NODE])
@@ -153,12 +160,17 @@ def test_the_head_node_is_found(tmp_path, options, hosts_of_node1, env):
             assert {line[1] for line in started(log)} == {"2"}
 
 
-def test_check_cluster_under_slurm(cluster):
-    """Before the job, with the job's own file. Each process is bound to a core of its own."""
+def test_check_cluster_before_the_job(cluster):
+    """By the job's own file."""
+    command = typed("SCRIPT=check_cluster.py sbatch ")
+    state, status, log = cluster.finish(cluster.submit_typed(command, SIZES[TORCHRUN, "whole"]))
+    assert (state, status) == ("COMPLETED", 0), log
+    assert [row["host"] for row in table(log)] == ["node1", "node1", "node2", "node2"]
+
+
+def test_each_process_is_bound_to_a_core_of_its_own(cluster):
     options = SIZES[SRUN, "whole"]
     job = cluster.submit(SRUN, "--max_mib=1", options=options, SCRIPT="check_cluster.py")
     state, status, log = cluster.finish(job)
     assert (state, status) == ("COMPLETED", 0), log
-    rows = table(log)
-    assert [row["host"] for row in rows] == ["node1", "node1", "node2", "node2"]
-    assert [row["CPUs"] for row in rows] == ["0", "1", "0", "1"]
+    assert [row["CPUs"] for row in table(log)] == ["0", "1", "0", "1"]

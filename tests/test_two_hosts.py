@@ -1,6 +1,8 @@
 """multinode.py on two hosts with a network between them and a disk each."""
 
+import re
 import shutil
+import sys
 import time
 
 import launch
@@ -44,19 +46,30 @@ def the_snapshot(network):
     return path
 
 
+def typed(address):
+    """The two commands of README.md for two nodes, for two processes on each."""
+    text = (launch.ROOT / "README.md").read_text()
+    commands = re.findall(r"^torchrun .*--node-rank=\d .*$", text, re.MULTILINE)
+    for command in commands:
+        command = command.replace("[ADDRESS]", address).replace("node=8", "node=2")
+        _, *options = command.replace("multinode.py", launch.MULTINODE).split()
+        yield [sys.executable, "-m", "torch.distributed.run", *options]
+
+
 @pytest.mark.parametrize(
-    ("network", "endpoint"),
-    [({"ipv6": False}, "10.77.0.1:29603"), ({"ipv4": False}, "[fd77::1]:29603")],
+    ("network", "address"),
+    [({"ipv6": False}, "10.77.0.1"), ({"ipv4": False}, "[fd77::1]")],
     ids=["IPv4", "IPv6"],
     indirect=["network"],
 )
-def test_two_hosts_end_where_one_machine_ends(network, endpoint, unbroken):
+def test_two_hosts_end_where_one_machine_ends(network, address, unbroken):
     """Bitwise; rank 0 is on one of them and saves there, and nothing is left behind."""
-    outputs = finish(start(network.hosts, endpoint, 40, 5))
+    pairs = zip(network.hosts, typed(address), strict=True)
+    outputs = finish([host.start(command) for host, command in pairs])
     for host, output in zip(network.hosts, outputs, strict=True):
         assert output.count(f"| World size: 4 | Local rank: 0 | Host: {host.name} |") == 1
         assert host.processes() == []
-    assert_same(the_snapshot(network), unbroken(4, 40))
+    assert_same(the_snapshot(network), unbroken(4, 50))
 
 
 def test_the_newest_snapshot_wins_when_the_hosts_change_their_order(network, unbroken):
@@ -66,18 +79,18 @@ def test_the_newest_snapshot_wins_when_the_hosts_change_their_order(network, unb
     old = alpha.folder / "snapshot.pt"
     shutil.copy(old, beta.folder)
     torch.save({**torch.load(old, weights_only=True), "epochs_run": 10}, old)
-    outputs = finish(start([beta, alpha], "beta:29603", 40, 40))
+    outputs = finish(start([beta, alpha], "beta:29603", 50, 50))
     assert "".join(outputs).count("Resuming training from snapshot at Epoch 20") == 1
     (rank_0,) = [
-        host for host in network.hosts if snapshot(host.folder / "snapshot.pt")["epochs_run"] == 40
+        host for host in network.hosts if snapshot(host.folder / "snapshot.pt")["epochs_run"] == 50
     ]
-    assert_same(rank_0.folder / "snapshot.pt", unbroken(4, 40))
+    assert_same(rank_0.folder / "snapshot.pt", unbroken(4, 50))
 
 
 def test_a_host_that_dies_and_comes_back(network, unbroken):
     """The other host waits for it, both go on from the snapshot, and end bitwise as if unbroken."""
     alpha, beta = network.hosts
-    command = launch.agent("10.77.0.1:29603", 40, 5, nproc=2, options=["--max-restarts=3"])
+    command = launch.agent("10.77.0.1:29603", 50, 5, nproc=2, options=["--max-restarts=3"])
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first, second = alpha.start(command, **store), beta.start(command, **store)
     launch.wait_for(first, lambda output: "Epoch 9 | Training snapshot saved" in output)
@@ -86,13 +99,13 @@ def test_a_host_that_dies_and_comes_back(network, unbroken):
     launch.wait_for(first, lambda output: "Connection" in output)
     outputs = finish([first, beta.start(command, **store)])
     assert "".join(outputs).count("Resuming training from snapshot at Epoch") == 1
-    assert_same(the_snapshot(network), unbroken(4, 40))
+    assert_same(the_snapshot(network), unbroken(4, 50))
 
 
 def test_the_link_is_down_for_ten_seconds(network, unbroken):
     """Training stands still and goes on, without a restart."""
     alpha, beta = network.hosts
-    agents = start([alpha, beta], "10.77.0.1:29603", 40, 5)
+    agents = start([alpha, beta], "10.77.0.1:29603", 50, 5)
     launch.wait_for(agents[0], lambda output: "Epoch 9 | Training snapshot saved" in output)
     network.cable(beta, "down")
     time.sleep(1)  # what is under way arrives or is lost
@@ -101,7 +114,7 @@ def test_the_link_is_down_for_ten_seconds(network, unbroken):
     assert agents[0].log.read_text() == before
     network.cable(beta, "up")
     finish(agents)
-    assert_same(the_snapshot(network), unbroken(4, 40))
+    assert_same(the_snapshot(network), unbroken(4, 50))
 
 
 def test_an_elastic_job_goes_on_with_one_host(network):
