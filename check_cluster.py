@@ -8,7 +8,8 @@ On several, run on each what the job will run, with `python check_cluster.py` fo
 It first tries what torchrun would only wait for, and then starts itself on every GPU by torchrun.
 Started by torchrun or srun in place of the script, it does the second part only.
 
-Exit status 0: the job can start. 2: it can't, and a line that begins with ERROR says why.
+Exit status 0: the job can start. 2: it can't, and a line that begins with ERROR says why. (torchrun
+itself exits with 1 in place of 2.)
 """
 
 import argparse
@@ -16,6 +17,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import sys
@@ -160,12 +162,14 @@ def endpoint_problem(
     `is_host`: whether this machine is to listen there; None: the one that `host` belongs to is,
     as torchrun decides it when it is not told by --rdzv-conf=is_host=…
     """
-    addresses = resolve(host)
+    addresses, own = resolve(host), resolve(HOST)
     if not addresses:
         return (
             f"{HOST} cannot resolve the name {host}: correct it, add it to /etc/hosts,"
             " or give the address itself"
         )
+    if is_host is None and not own:
+        return f"{HOST} cannot resolve its own name, as torchrun wants to: add it to /etc/hosts"
     if is_host is False or (is_host is None and not any(map(is_here, addresses))):
         return unreachable(host, port, wait)
     if is_taken(port) and not is_our_rendezvous(host, port, rdzv_id):
@@ -173,13 +177,12 @@ def endpoint_problem(
             f"port {port} of {HOST} is taken by another program, perhaps by an earlier job:"
             f" end that (`ss -ltnp` lists them) or choose another port, the same on all machines"
         )
-    own = resolve(HOST)
     known = host == HOST or any(map(is_loopback, addresses)) or set(addresses) & set(own)
     if is_host is None and not known:
         return (
-            f"{host} belongs to this machine, but its name {HOST} resolves to"
-            f" {' '.join(own) or 'nothing'}, so torchrun would not listen there: correct"
-            " /etc/hosts, or add --rdzv-conf=is_host=1 here and --rdzv-conf=is_host=0 elsewhere"
+            f"{host} belongs to this machine, but its name {HOST} resolves to {' '.join(own)},"
+            " so torchrun would not listen there: correct /etc/hosts, or add"
+            " --rdzv-conf=is_host=1 here and --rdzv-conf=is_host=0 elsewhere"
         )
     return None
 
@@ -202,9 +205,8 @@ def interface_problem(backend: str) -> str | None:
 def name_problem(backend: str) -> str | None:
     """Whether gloo would tell the other machines a loopback address as this machine's own."""
     own = resolve(HOST)
-    if backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ:
-        return None
-    if not all(map(is_loopback, own)):
+    first = next(filter(is_here, own), "127.0.0.1")  # the one that gloo takes, or its own choice
+    if backend != "gloo" or "GLOO_SOCKET_IFNAME" in os.environ or not is_loopback(first):
         return None
     return (
         f"the name {HOST} resolves to {' '.join(own) or 'nothing'} on {HOST} itself, and gloo"
@@ -222,7 +224,9 @@ def launch(options: list[str], own_options: list[str], wait: int):
         options = ["--standalone", f"--nproc_per_node={count_gpus() or 2}"]
     parser = torchrun.get_args_parser()
     parser.usage = argparse.SUPPRESS
-    args = parser.parse_args([*options, os.path.abspath(__file__), *own_options])
+    args = parser.parse_args([*options, __file__])
+    args.training_script, args.training_script_args = os.path.abspath(__file__), own_options
+    args.max_restarts = 0  # what is wrong is told once
     alone = args.nnodes in ("1", "1:1")
     if not args.standalone and (args.rdzv_endpoint or args.master_port or not alone):
         try:
@@ -230,16 +234,19 @@ def launch(options: list[str], own_options: list[str], wait: int):
             host, port = parse_rendezvous_endpoint(endpoint, 29400)
         except ValueError as error:
             give_up(f"--rdzv-endpoint: {error} An IPv6 address stands in brackets: [fd00::1]:29603")
-        is_host = {"is_host=1": True, "is_host=0": False}.get(
-            next((part for part in args.rdzv_conf.split(",") if part.startswith("is_host")), "")
-        )
+        is_host = re.search(r"is_host=(\w+)", args.rdzv_conf)
+        is_host = is_host and is_host[1].lower() in ("1", "true", "t", "yes", "y")
+        if args.rdzv_backend == "static":
+            is_host = int(args.node_rank) == 0
         if problem := endpoint_problem(host, port, is_host, wait, args.rdzv_id):
             give_up(problem)
         together = 6 * wait
         if not alone:
-            print(f"{HOST} waits up to {together} s until all of {args.nnodes} machines are there")
-        if "join_timeout" not in args.rdzv_conf:
-            args.rdzv_conf = f"join_timeout={together},{args.rdzv_conf}".rstrip(",")
+            where = f"until all of {args.nnodes} machines are there"
+            print(f"{HOST} waits up to {together} s {where}", flush=True)
+        if "timeout" not in args.rdzv_conf:
+            limits = f"timeout={together},join_timeout={together}"  # of static rendezvous, of c10d
+            args.rdzv_conf = f"{limits},{args.rdzv_conf}".rstrip(",")
     logging.disable(logging.ERROR)  # torchrun's report says less than the line that we print
     try:
         torchrun.run(args)
@@ -255,8 +262,8 @@ def launch(options: list[str], own_options: list[str], wait: int):
         )
     except (SignalException, KeyboardInterrupt):
         sys.exit(130)
-    except ValueError as error:  # of torchrun's own, about its options
-        give_up(str(error).rstrip("."))
+    except (ValueError, OSError, RuntimeError) as error:  # of torchrun's own, about its options
+        give_up(f"torchrun does not start: {first_line(error)}")
 
 
 # ---- Second part: in each process -----------------------------------------------------------
@@ -304,27 +311,39 @@ def choose_device(local_rank: int, local_world_size: int):
     """This process's device, its name, its free memory in bytes, and what is wrong with it."""
     gpus = count_gpus()
     if gpus == 0:
-        return torch.device("cpu"), cpu_name(), None, None
+        problem = None
+        drivers = [*Path("/proc/driver/nvidia/gpus").glob("*"), *Path("/dev").glob("kfd")]
+        if drivers and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
+            version = torch.version.cuda or torch.version.hip or "no CUDA"
+            problem = (
+                f"{HOST} has a GPU, but torch {torch.__version__} ({version}) sees none: is this"
+                " the build for that kind of GPU, and is the driver new enough for it?"
+            )
+        return torch.device("cpu"), cpu_name(), None, problem
     device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
     if local_rank >= gpus:
         problem = f"{local_world_size} processes, but {gpus} GPUs on {HOST}: start one per GPU"
         return device, "there is none", None, problem
+    tool = "amd-smi" if torch.version.hip else "nvidia-smi"
     try:
         torch.accelerator.set_device_index(local_rank)
         torch.zeros(1, device=device)
-        free, total = torch.get_device_module(device).mem_get_info()
         name = torch.get_device_module(device).get_device_name(local_rank)
     except Exception as error:
         problem = (
             f"GPU {local_rank} of {HOST} cannot be used ({first_line(error)}):"
-            " who has it, and is the driver well? (nvidia-smi)"
+            f" who has it, and is the driver well? ({tool})"
         )
         return device, "?", None, problem
+    try:
+        free, total = torch.get_device_module(device).mem_get_info()
+    except Exception:  # not every kind of device can tell
+        return device, name, None, None
     problem = None
-    if free < 0.75 * total:
+    if free < total / 2:
         used = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
         problem = (
-            f"GPU {local_rank} of {HOST} is busy: {used} are in use (nvidia-smi shows by whom)."
+            f"GPU {local_rank} of {HOST} is busy: {used} are in use ({tool} shows by whom)."
             " Wait, or leave it out with CUDA_VISIBLE_DEVICES"
         )
     return device, name, free, problem
@@ -354,18 +373,20 @@ def look_around(device, name, free) -> dict:
     }
 
 
-def exchange(store, key: str, value, wait: int) -> list:
-    """Give `value` to all ranks and return what each of them gave, in the order of ranks."""
+def gather(store, facts, wait: int) -> list | None:
+    """Give `facts` to rank 0. There, return those of all, in the order of ranks; elsewhere None."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store.set(f"{key}/{rank}", json.dumps(value))
-    keys = [f"{key}/{other}" for other in range(world_size)]
+    store.set(f"facts/{rank}", json.dumps(facts))
+    if rank != 0:
+        return None
+    keys = [f"facts/{other}" for other in range(world_size)]
     end = time.monotonic() + wait
     while not store.check(keys):
         if time.monotonic() > end:
             missing = " ".join(key.split("/")[-1] for key in keys if not store.check([key]))
             give_up(f"nothing was heard of rank {missing} in {wait} s: look at its own output")
-        time.sleep(0.05)
-    return [json.loads(store.get(key)) for key in keys]
+        time.sleep(0.1)
+    return [json.loads(value) for value in store.multi_get(keys)]
 
 
 def print_table(rows: list[dict]):
@@ -439,19 +460,20 @@ def seconds_per_all_reduce(size: int, group, device: torch.device) -> float:
     return timed(max(2, min(50, int(0.2 / timed(2)))))
 
 
-def measure(nodes: list[list[int]], device: torch.device, largest: int):
+def measure(nodes: list[int], device: torch.device, largest: int):
     """Print latency and bus bandwidth of all-reduce for messages of 1 KiB to `largest` bytes.
 
-    `nodes` has the ranks on each node: they talk among themselves first, then all with all.
+    `nodes` has the node of each rank. Those of one node talk among themselves, then all with all.
 
     In a ring of n processes each sends and receives 2 (n - 1) / n of the message, so that much
     per second, the bus bandwidth, can be compared with the speed of the links, whatever n is.
     Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
     groups = {}
-    if max(map(len, nodes)) > 1:
-        groups["within a node"], _ = dist.new_subgroups_by_enumeration(nodes)
-    if len(nodes) > 1:
+    if len({*nodes}) < len(nodes):  # some node has several processes
+        mine = [rank for rank, node in enumerate(nodes) if node == nodes[dist.get_rank()]]
+        groups["within a node"] = dist.new_group(mine, use_local_synchronization=True)
+    if len({*nodes}) > 1:
         groups["between all"] = dist.group.WORLD
     if not groups:
         return
@@ -473,45 +495,64 @@ def measure(nodes: list[list[int]], device: torch.device, largest: int):
         print_on_rank_0("Larger messages were left out: one takes longer than half a second.")
 
 
+def compare(everyone: list, master_addr: str, port: int, backend: str) -> bool:
+    """Print the table and what is wrong. Return whether all is well."""
+    rows, problems, of_names = zip(*everyone, strict=True)
+    if len({row["host"] for row in rows}) > 1:
+        problems += of_names
+    nodes = len({row["node"] for row in rows})
+    print(f"Processes: {len(rows)} | Nodes: {nodes} | Backend: {backend}", end="")
+    print(f" | MASTER_ADDR: {master_addr} | MASTER_PORT: {port}")
+    print_table([{title: row[title] for title in row if title != "node"} for row in rows])
+    problems = [*dict.fromkeys(filter(None, problems)), *disagreements(rows)]
+    for problem in problems:
+        print(f"ERROR: {problem}", file=sys.stderr, flush=True)
+    return not problems
+
+
 def check_process(wait: int, max_mib: int | None):
     """Compare this process with the others, and then talk with them."""
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, world_size, local_rank, local_world_size, port = (int(os.environ[n]) for n in names)
     master_addr = os.environ["MASTER_ADDR"]
-    device, name, free, problem = choose_device(local_rank, local_world_size)
-    backend = dist.get_default_backend_for_device(device)
-    if trouble := interface_problem(backend):
-        give_up(trouble)
     agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = rank == 0 and not agent_listens
+    addresses = resolve(master_addr)
+    if listens and addresses and not any(map(is_here, addresses)):
+        give_up(f"MASTER_ADDR: {master_addr} is another machine, but rank 0 runs on {HOST}")
     if trouble := endpoint_problem(master_addr, port, listens, wait):
-        if rank != local_rank and any(map(is_loopback, resolve(master_addr))):
+        if rank != local_rank and any(map(is_loopback, addresses)):
             trouble = (
                 f"{master_addr} is {HOST} itself, and not the machine of rank 0, which calls itself"
                 " so: correct /etc/hosts there, or give it --local-addr, see docs/clusters.md"
             )
         give_up(f"MASTER_ADDR: {trouble}")
     with deadline(wait, f"the store at {master_addr} port {port} does not work"):
-        patience = timedelta(seconds=wait)
+        patience = timedelta(seconds=6 * wait)
         store = dist.TCPStore(
             master_addr, port, world_size, listens, patience, wait_for_workers=False
         )
-    facts = look_around(device, name, free), problem, name_problem(backend)
-    rows, problems, of_names = zip(*exchange(store, "facts", facts, wait), strict=True)
-    if len({row["host"] for row in rows}) > 1:
-        problems += of_names
-    problems = [*dict.fromkeys(filter(None, problems)), *disagreements(rows)]
-    node_of = [int(row["rank"]) - int(row["local"]) for row in rows]  # its first rank
-    nodes = [[r for r in range(world_size) if node_of[r] == first] for first in sorted({*node_of})]
+    # torchrun keeps one store for all its attempts.
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+
+    device, name, free, problem = choose_device(local_rank, local_world_size)
+    backend = dist.get_default_backend_for_device(device)
+    if trouble := interface_problem(backend):
+        give_up(trouble)
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or rank - local_rank
+    row = look_around(device, name, free) | {"node": int(node)}
+    everyone = gather(store, [row, problem, name_problem(backend)], 6 * wait)
     if rank == 0:
-        print(f"Processes: {world_size} | Nodes: {len(nodes)} | Backend: {backend}", end="")
-        print(f" | MASTER_ADDR: {master_addr} | MASTER_PORT: {port}")
-        print_table(rows)
-        for problem in problems:
-            print(f"ERROR: {problem}", file=sys.stderr, flush=True)
-    if problems:
-        exchange(store, "told", True, wait)  # as soon as one process ends, the launcher ends all
+        well = compare(everyone, master_addr, port, backend)
+        store.set("nodes", json.dumps([row["node"] for row, *_ in everyone] if well else None))
+    with deadline(6 * wait + 5, "rank 0 did not say how to go on: look at its output"):
+        nodes = json.loads(store.get("nodes"))
+    if nodes is None:
+        # All have to know before the first one ends, since then the launcher ends the others.
+        with suppress(RuntimeError):
+            store.set(f"bye/{rank}", "")
+            store.wait([f"bye/{other}" for other in range(world_size)], patience)
         sys.exit(2)
 
     causes = "a wrong interface, IPv4 here and IPv6 there, or a firewall that lets few ports pass"
@@ -521,11 +562,13 @@ def check_process(wait: int, max_mib: int | None):
             store=dist.PrefixStore("group", store),
             rank=rank,
             world_size=world_size,
-            timeout=patience,
+            timeout=timedelta(seconds=300),  # the deadlines here are shorter
             device_id=None if device.type == "cpu" else device,
         )
-        dist.all_reduce(torch.zeros(1, device=device))
-    with deadline(120, "an all-reduce hangs"):
+        hello = torch.zeros(1, device=device)
+        dist.all_reduce(hello)
+        float(hello)  # on a GPU all_reduce has only begun when it returns
+    with deadline(120, "all-reduce of larger messages does not work"):
         measure(nodes, device, (max_mib or (64 if device.type == "cpu" else 1024)) * MIB)
         dist.barrier()
     if rank == 0:

@@ -34,7 +34,8 @@ SlurmdSpoolDir={folder}/spool-%n
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity
 SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
+SelectTypeParameters=CR_Core_Memory
+JobRequeue=0
 SchedulerParameters=bf_interval=1,sched_interval=2
 MpiDefault=none
 KillWait=5
@@ -142,7 +143,10 @@ class Cluster:
         found = []
         for node in self.nodes:
             for pid in node.processes():
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                try:
+                    name = Path(f"/proc/{pid}/comm").read_text().strip()
+                except OSError:  # it has just ended
+                    continue
                 if name not in ("slurmd", "slurmstepd"):
                     found.append((pid, name))
         return found

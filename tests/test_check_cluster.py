@@ -96,6 +96,14 @@ def test_on_one_machine(command):
     assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
 
 
+def test_the_script_may_stay_in_the_command():
+    """Not the script is started, but the check; and once, whatever --max-restarts says."""
+    options = ("--nproc_per_node=2", "--max-restarts=3", launch.MULTINODE, "50", "10")
+    output = launch.run(launch.python(launch.CHECK, "--max_mib=1", *options), 30)
+    assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
+    assert "Epoch" not in output
+
+
 def test_the_cpus_that_a_process_may_use():
     """As `taskset` left them."""
     output = launch.run(["taskset", "-c", "1", *launch.python(launch.CHECK, "--max_mib=1")], 30)
@@ -122,6 +130,13 @@ def test_two_hosts(network):
 def test_the_endpoint_does_not_resolve(network):
     error = the_error(network.hosts[0].start(check("nosuch.invalid:29603")))
     assert error.startswith("alpha cannot resolve the name nosuch.invalid: ")
+
+
+@needs_namespaces
+def test_the_own_name_does_not_resolve(network):
+    network.hosts[0].know("10.77.0.2 beta")
+    error = the_error(network.hosts[0].start(check("10.77.0.1:29603")))
+    assert error.startswith("alpha cannot resolve its own name, as torchrun wants to: add it to")
 
 
 @needs_namespaces
@@ -192,8 +207,8 @@ def test_rank_0_is_called_localhost(tmp_path):
         (alpha.folder / "hosts").write_text("127.0.0.1 localhost alpha\n10.77.0.2 zeta\n")
         interface = {"GLOO_SOCKET_IFNAME": "eth0"}
         agents = [
-            alpha.start(check("10.77.0.1:29603", "--rdzv-conf=is_host=1", "--wait=3"), **interface),
-            zeta.start(check("10.77.0.1:29603", "--rdzv-conf=is_host=0", "--wait=3"), **interface),
+            alpha.start(check("10.77.0.1:29603", "--rdzv-conf=is_host=1", "--wait=2"), **interface),
+            zeta.start(check("10.77.0.1:29603", "--rdzv-conf=is_host=0", "--wait=2"), **interface),
         ]
         error = the_error(agents[1])
         assert error.startswith(
@@ -260,8 +275,9 @@ def by_srun(rank, address, port):
     [
         (1, "nosuch.invalid", False, "MASTER_ADDR: {host} cannot resolve the name nosuch.invalid"),
         (1, "localhost", False, "MASTER_ADDR: nobody listens at localhost port {port}"),
+        (0, "192.0.2.9", False, "MASTER_ADDR: 192.0.2.9 is another machine, but rank 0 runs on"),
         (0, "localhost", True, "MASTER_ADDR: port {port} of {host} is taken by another program"),
-        (0, "localhost", False, "nothing was heard of rank 1 in 2 s"),
+        (0, "localhost", False, "nothing was heard of rank 1 in 6 s"),
     ],
 )
 def test_started_by_srun(rank, address, taken, expected):
@@ -270,7 +286,7 @@ def test_started_by_srun(rank, address, taken, expected):
         if not taken:
             server.close()
         variables = by_srun(rank, address, port)
-        error = the_error(launch.start(launch.python(launch.CHECK, "--wait=2"), **variables))
+        error = the_error(launch.start(launch.python(launch.CHECK, "--wait=1"), **variables))
     assert error.startswith(expected.format(host=socket.gethostname(), port=port))
 
 
@@ -291,6 +307,7 @@ def test_wrong_sums_are_told(tmp_path, monkeypatch):
         (["--nosuch"], "unrecognized arguments: --nosuch"),
         (["--nnodes=2", "--rdzv-endpoint=alpha:99999"], "--rdzv-endpoint: The port number"),
         (["--nproc_per_node=none"], "Unsupported nproc_per_node value: none"),
+        (["multinode.py", "50", "--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
         (["--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
         (["--max_mib=x"], "max_mib: give a whole number from 1 to 65536, not 'x'"),
     ],

@@ -174,3 +174,14 @@ def test_each_process_is_bound_to_a_core_of_its_own(cluster):
     state, status, log = cluster.finish(job)
     assert (state, status) == ("COMPLETED", 0), log
     assert [row["CPUs"] for row in table(log)] == ["0", "1", "0", "1"]
+
+
+def test_a_process_sees_all_gpus_of_its_node(cluster):
+    """LOCAL_RANK picks one of them. And the environment arrives, whatever the site's default."""
+    (cluster.project / "show.py").write_text(
+        "import os\nprint(os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    options = (*SIZES[SRUN, "whole"], "--export=SCRIPT=show.py,SLURM_CONF,PATH")
+    state, status, log = cluster.finish(cluster.submit(SRUN, options=options))
+    assert (state, status) == ("COMPLETED", 0), log
+    assert sorted(log.splitlines()) == ["0 0,1", "0 0,1", "1 0,1", "1 0,1"]

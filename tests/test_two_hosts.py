@@ -120,11 +120,12 @@ def test_the_link_is_down_for_ten_seconds(network, unbroken):
 def test_an_elastic_job_goes_on_with_one_host(network):
     """`--nnodes=1:2`: when one host dies, the other goes on alone from the snapshot."""
     alpha, beta = network.hosts
-    options = ["--max-restarts=3", "--rdzv-conf=last_call_timeout=3"]
+    options = ["--max-restarts=3", "--rdzv-conf=last_call_timeout=8"]
     command = launch.agent("alpha:29603", 60, 10, nproc=2, nnodes="1:2", options=options)
     store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     first, second = alpha.start(command, **store), beta.start(command, **store)
     launch.wait_for(first, lambda output: "Epoch 9 | Training snapshot saved" in output)
+    assert "World size: 4" in first.log.read_text()
     beta.die()
     assert second.wait() == -9
     status, output = launch.finish(first, 90)
