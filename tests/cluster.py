@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munge
 MISSING = " ".join(name for name in NEEDED if shutil.which(name, path=PATH) is None)
 needs_slurm = pytest.mark.skipif(bool(MISSING), reason=f"needs Slurm: {MISSING} not found")
 
-# Two GPUs on each node, which are files here: Slurm hands them out, and nobody opens them.
+# Two GPUs on each node, which are devices like /dev/null: Slurm hands them out, nobody opens them.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=login
@@ -69,7 +70,7 @@ class Cluster:
         )
         (etc / "gres.conf").write_text(f"Name=gpu File={etc}/gpu[0-1]\n")
         for name in ("gpu0", "gpu1"):
-            (etc / name).touch()
+            os.mknod(etc / name, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
         (etc / "munge.key").write_bytes(os.urandom(128))
         (etc / "munge.key").chmod(0o400)
         names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
