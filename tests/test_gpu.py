@@ -209,8 +209,11 @@ def test_check_cluster_shows_both_gpus_and_their_speed():
 
 @pytest.mark.gpu(1)
 def test_check_cluster_tells_of_a_busy_gpu():
-    hold = "import torch, time; x = torch.ones(10**10, device='cuda'); print('held', flush=True)"
-    other = start(["python3", "-c", f"{hold}; time.sleep(60)"], **gpus(1))
+    size = int(0.6 * torch.cuda.mem_get_info(0)[1])
+    hold = f"import torch, time; x = torch.ones({size}, dtype=torch.uint8, device='cuda')"
+    other = start(
+        ["python3", "-c", f"{hold}; print('held', flush=True); time.sleep(60)"], **gpus(1)
+    )
     try:
         wait_for(other, lambda output: "held" in output)
         output = run(python(CHECK), 20, status=2, **gpus(1))
