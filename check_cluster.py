@@ -100,13 +100,16 @@ def is_here(address: str) -> bool:
 
 def is_taken(port: int) -> bool:
     """Whether another program on this machine already listens on `port`."""
-    try:
-        if socket.has_dualstack_ipv6():
-            socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True).close()
-        else:
-            socket.create_server(("", port)).close()
-    except OSError as error:
-        return error.errno == errno.EADDRINUSE
+    dual = socket.has_dualstack_ipv6()
+    with closing(socket.socket(socket.AF_INET6 if dual else socket.AF_INET)) as probe:
+        # It binds as a server does, but does not listen, or two of one job would meet here.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if dual:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
     return False
 
 
@@ -556,7 +559,7 @@ def check_process(wait: int, max_mib: int | None):
         sys.exit(2)
 
     causes = "a wrong interface, IPv4 here and IPv6 there, or a firewall that lets few ports pass"
-    with deadline(2 * wait, f"the processes met, but {backend} cannot connect them: {causes}"):
+    with deadline(wait, f"the processes met, but {backend} cannot connect them: {causes}"):
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),

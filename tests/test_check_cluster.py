@@ -234,7 +234,7 @@ def test_the_interface_leads_nowhere(network):
         host.sh("ip link add side type veth peer name other; ip link set other up")
         host.sh(f"ip address add {address}/24 dev side; ip link set side up")
         host.sh("ip route add unreachable 10.88.0.0/16")
-    command = check("alpha:29603", "--wait=2")
+    command = check("alpha:29603")
     agents = [host.start(command, GLOO_SOCKET_IFNAME="side") for host in network.hosts]
     for agent in agents:
         error = the_error(agent)
