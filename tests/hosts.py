@@ -61,11 +61,6 @@ class Host:
     def start(self, command, **env):
         return launch.start([*self.enter, f"--wd={self.folder}", *command], self.folder, **env)
 
-    def run(self, command, seconds=60, status=0, **env):
-        returncode, output = launch.finish(self.start(command, **env), seconds)
-        assert returncode == status, f"exit status {returncode} of {command}:\n{output}"
-        return output
-
     def processes(self):
         """The pids of all processes on this host."""
         network, found = os.readlink(self.net), []

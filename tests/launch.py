@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parent.parent
 SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK = (
     str(ROOT / f"{name}.py")
@@ -93,6 +95,16 @@ def wait_for(process, condition, seconds=60):
 def pids(output):
     """The pids that the processes of a job printed when they started."""
     return [int(pid) for pid in re.findall(r"\| Pid: (\d+) \|", output)]
+
+
+def snapshot(path):
+    """A snapshot without its wandb run, which is each job's own."""
+    return {**torch.load(path, weights_only=True), "wandb_id": None}
+
+
+def assert_same(path, other):
+    """Two snapshots are the same bit for bit."""
+    torch.testing.assert_close(snapshot(path), snapshot(other), rtol=0, atol=0)
 
 
 def alive(pid):

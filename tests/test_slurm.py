@@ -4,9 +4,9 @@ import re
 
 import launch
 import pytest
-import torch
 from cluster import Cluster, needs_slurm
 from hosts import needs_namespaces
+from launch import assert_same
 from test_check_cluster import table
 
 pytestmark = [needs_namespaces, needs_slurm]
@@ -28,14 +28,6 @@ SIZES = {
 def cluster(tmp_path_factory):
     with Cluster(tmp_path_factory.mktemp("slurm") / "cluster") as cluster:
         yield cluster
-
-
-def assert_same(path, other):
-    """Two snapshots are the same bit for bit."""
-    one, other = (
-        {**torch.load(path, weights_only=True), "wandb_id": None} for path in (path, other)
-    )
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def started(log):

@@ -9,6 +9,7 @@ import launch
 import pytest
 import torch
 from hosts import Network, needs_namespaces
+from launch import assert_same, snapshot
 
 pytestmark = needs_namespaces
 
@@ -29,15 +30,6 @@ def finish(agents, seconds=90):
     ends = [launch.finish(agent, seconds) for agent in agents]
     assert [status for status, _ in ends] == [0, 0], "\n----\n".join(output for _, output in ends)
     return [output for _, output in ends]
-
-
-def snapshot(path):
-    return {**torch.load(path, weights_only=True), "wandb_id": None}
-
-
-def assert_same(path, other):
-    """Two snapshots are the same bit for bit."""
-    torch.testing.assert_close(snapshot(path), snapshot(other), rtol=0, atol=0)
 
 
 def the_snapshot(network):
