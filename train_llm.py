@@ -32,11 +32,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
 import torch.nn.functional as F
+import transformers
 from filelock import FileLock
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -148,28 +150,28 @@ def patiently(name, work, *args):
     return future.result()
 
 
+def files_of(path: Path) -> list[Path]:
+    """The file `path`, or all files in the folder `path`, or none."""
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    return [file for file in files if file.is_file()]
+
+
 def identity(name: str) -> list:
     """What changes when the data or tokenizer called `name` does: a cache's key is made of it."""
     path = Path(name)
-    if not path.exists():
-        return [name]
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-    stats = [(str(file.resolve()), file.stat()) for file in files]
-    return [(file, stat.st_size, stat.st_mtime_ns) for file, stat in stats]
+    if name == "stdlib":
+        return [name, sys.version]
+    stats = [(str(file.resolve()), file.stat()) for file in files_of(path)]
+    return [name, *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
 
 
 def read_documents(name: str, subset: str | None):
     """Yield the texts of the dataset `name`, one after the other; nothing is held in memory."""
-    path = Path(name)
-    files = [path]
+    files = files_of(Path(name))
     if name == "stdlib":
         files = sorted(Path(os.__file__).parent.glob("*.py"))
-    elif path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-    elif not path.exists():
-        files = []
-    kind = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-    kind = kind.get(files[0].suffix, "text") if files else "hub"
+    kinds = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    kind = kinds.get(files[0].suffix, "text") if files else "hub"
     if kind == "text":
         for file in files:
             yield file.read_text(encoding="utf-8", errors="replace")
@@ -216,6 +218,7 @@ def prepare_tokens(args, tokenizer, folder: Path):
         about = {"tokens": count, "dtype": dtype.name, "sha256": digest.hexdigest()}
         (folder / "tokens.json.tmp").write_text(json.dumps(about))
         os.replace(folder / "tokens.json.tmp", folder / "tokens.json")
+        print(f"Tokenised {args.dataset_name}: {count:,} tokens in {folder}")
 
 
 def load_tokens(folder: Path) -> dict | None:
@@ -425,19 +428,22 @@ def all_reduce(stopwatch: Stopwatch, bucket: dist.GradBucket) -> torch.futures.F
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def cross_entropy(logits, targets, vocab_size: int) -> torch.Tensor:
-    """The sum of the cross-entropy in nats over all targets but NO_TARGET.
+def cross_entropy(logits, targets, vocab_size: int, scale: torch.Tensor):
+    """The sum of the cross-entropy over all targets, in nats, and the gradient of scale * that sum.
 
-    logits is (batch, seq_length, columns) with vocab_size <= columns, targets (batch, seq_length).
+    logits is (batch, seq_length, columns): those from vocab_size on count as if they were not
+    there. targets is (batch, seq_length), where NO_TARGET has no loss. The gradient is as logits.
+
+    The gradient is softmax(logits) - one_hot(targets). It is written out, and not left to
+    autograd, because the logits are the largest tensor of a step by far: torch.compile makes one
+    kernel of this function, which reads them once and writes the gradient once.
     """
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= vocab_size
-    logits = logits.float().masked_fill(padding, -math.inf)  # as if those columns were not there
-    return F.cross_entropy(
-        logits.flatten(0, 1),
-        targets.flatten(),
-        ignore_index=NO_TARGET,
-        reduction="sum",
-    )
+    column = torch.arange(logits.shape[-1], device=logits.device)
+    is_target = column == targets.unsqueeze(-1)
+    log_p = logits.float().masked_fill(column >= vocab_size, -math.inf).log_softmax(dim=-1)
+    loss = -torch.where(is_target, log_p, 0.0).sum()
+    gradient = (log_p.exp() - is_target.float()) * (targets != NO_TARGET).unsqueeze(-1) * scale
+    return loss, gradient.to(logits.dtype)
 
 
 class Trainer:
@@ -471,13 +477,15 @@ class Trainer:
         self.writing.set_result(None)
         self.stopwatch = Stopwatch(device)
         self.flops_per_token = flops_per_token(self.model, args.seq_length)
+        with torch.device("meta"):  # a model without weights: it is lent them when it is exported
+            self.exported = AutoModelForCausalLM.from_config(model.config)
         self._make_optimizer_state()
         self._load_snapshot()
         self._plan()
         self.loss = cross_entropy
         if args.compile:
             self.model.compile()  # in place: the names of the parameters stay as they are
-            self.loss = torch.compile(cross_entropy)
+            self.loss = torch.compile(cross_entropy, options={"use_fast_math": True})
         self.model = DDP(  # gives every rank the weights of rank 0
             self.model,
             bucket_cap_mb=args.bucket_cap_mb,
@@ -487,7 +495,7 @@ class Trainer:
         # In its first backward pass DDP adds the gradients up in another order than in all others,
         # and rounds otherwise. A resumed run has a first pass too, yet it shall end with the same
         # bits as an unbroken one. So that pass is made here, by each run, and not counted.
-        self._run_batch(*train_data.dataset.__getitems__([0] * args.batch_size), 1)
+        self._run_batch(self.model, *train_data.dataset.__getitems__([0] * args.batch_size), 1)
         self.optimizer.zero_grad()
 
     def _make_optimizer_state(self):
@@ -532,25 +540,24 @@ class Trainer:
             f"Steps: {self.total_steps:,} ({epochs:.2f} epochs) | LR: {args.lr:.2e}"
             f" after {self.warmup_steps} steps of warm-up\n"
             f"Memory: {16 * count / 2**30:.2f} GiB a process for weights, gradients and optimizer"
-            f" | Matrix products: {str(args.dtype).removeprefix('torch.')}"
+            f" | Matrix products: {args.dtype}"
             f" | Compiled: {'yes' if args.compile else 'no'}"
         )
 
-    def _forward(self, model, source, targets):
-        """The sum of the loss over all targets of a batch."""
+    def _run_batch(self, model, source, targets, targets_in_step):
+        """The share of these targets in the loss of the step; backward too, unless in eval mode."""
         source = source.to(self.device, non_blocking=self.train_data.pin_memory)
         targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
+        scale = torch.full((), 1 / targets_in_step, device=self.device)
         # Matrix products in bfloat16, sums and the loss in float32. Weights stay float32.
         with torch.autocast(
-            self.device.type, self.args.dtype, enabled=self.args.dtype != torch.float32
+            self.device.type, torch.bfloat16, enabled=self.args.dtype == "bfloat16"
         ):
             logits = model(input_ids=source, use_cache=False).logits
-            return self.loss(logits, targets, self.vocab_size)
-
-    def _run_batch(self, source, targets, targets_in_step):
-        loss = self._forward(self.model, source, targets) / targets_in_step
-        loss.backward()
-        return loss.detach()
+        loss, gradient = self.loss(logits.detach(), targets, self.vocab_size, scale)
+        if model.training:
+            logits.backward(gradient)
+        return loss * scale
 
     def _run_step(self, step):
         sampler = self.train_data.batch_sampler
@@ -566,7 +573,7 @@ class Trainer:
             self.stopwatch.add("data", begin)
             # Only the last backward pass sends gradients: by then all of them are added up.
             with self.model.no_sync() if batches_left else nullcontext():
-                loss += self._run_batch(source, targets, targets_in_step)
+                loss += self._run_batch(self.model, source, targets, targets_in_step)
         self.stopwatch.gradients_arrived()
         clip_norm = self.args.clip_norm or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
@@ -637,7 +644,7 @@ class Trainer:
         with torch.no_grad():
             for source, targets in self.held_out:
                 # Without DDP around it: the ranks may have different numbers of batches.
-                sums[0] += self._forward(self.model.module, source, targets)
+                sums[0] += self._run_batch(self.model.module, source, targets, 1)
                 sums[1] += (targets != NO_TARGET).sum()
         self.model.train()
         dist.all_reduce(sums)
@@ -723,21 +730,20 @@ class Trainer:
 
     def _export(self, weights, path):
         """Write model and tokenizer in transformers' own format, which from_pretrained loads."""
-        embedding = self.model.module.get_input_embeddings().weight.shape
+        columns = len(self.model.module.get_input_embeddings().weight)
         weights = {  # without the columns that were added for speed
-            name: tensor[: self.vocab_size] if tensor.shape == embedding else tensor
+            name: tensor[: self.vocab_size] if len(tensor) == columns else tensor
             for name, tensor in weights.items()
         }
-        with torch.device("meta"):  # takes no memory: it is given the weights
-            model = AutoModelForCausalLM.from_config(self.model.module.config)
-        model.load_state_dict(weights, assign=True)
-        model.tie_weights()
-        temporary = Path(tempfile.mkdtemp(dir=self.folder, prefix=f"{path.name}-"))
-        model.save_pretrained(temporary)
+        self.exported.load_state_dict(weights, assign=True)
+        self.exported.tie_weights()
+        temporary = path.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+        self.exported.save_pretrained(temporary)
         self.tokenizer.save_pretrained(temporary)
         if path.exists():
             path.rename(temporary / "replaced")  # so that a folder is always whole
-        os.rename(temporary, path)
+        temporary.rename(path)
         shutil.rmtree(path / "replaced", ignore_errors=True)
 
     def _load_snapshot(self):
@@ -847,15 +853,14 @@ class Trainer:
         del self.batches  # ends the process that reads the data
         self.writing.result()
         self.bar.close()
-        if self.rank == 0:
+        problem = problem or self.problem
+        if self.rank == 0 and not problem:
             plot(self.folder)
         for number, handler in before.items():
             signal.signal(number, handler)
-        if stop and self.rank == 0:
-            print(
-                f"{signal.Signals(stop).name}: leaving after step {self.steps_run}, which is saved"
-            )
-        return stop, problem or self.problem
+        if self.rank == 0 and stop and not problem:
+            print(f"{signal.Signals(stop).name}: saved at step {self.steps_run}, leaving")
+        return stop, problem
 
     def start_wandb(self, args):
         """Log to Weights & Biases from here on. Without `--wandb` it is not even imported."""
@@ -899,6 +904,8 @@ def load_train_objs(args):
         config = GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
     else:
         config = AutoConfig.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer {args.tokenizer_name} has no end-of-text token")
     if len(tokenizer) > config.vocab_size:
         sizes = f"{len(tokenizer)} tokens, the model's vocabulary {config.vocab_size}"
         raise ValueError(f"the tokenizer {args.tokenizer_name} has {sizes}: they do not fit")
@@ -906,6 +913,8 @@ def load_train_objs(args):
     args.seq_length = args.seq_length or min(1024, longest)
     if args.seq_length > longest:
         raise ValueError(f"the model takes at most {longest} tokens: choose a shorter --seq-length")
+    if getattr(config, "activation_function", None) == "gelu_new":
+        config.activation_function = "gelu_pytorch_tanh"  # the same function in one kernel
     for name in vars(config):
         if name.endswith(("pdrop", "dropout")) and args.dropout is not None:
             setattr(config, name, args.dropout)
@@ -919,6 +928,12 @@ def load_train_objs(args):
     if config._attn_implementation == "sdpa" and getattr(config, "sliding_window", None) is None:
         AttentionInterface.register("causal", sdpa_attention_forward)
         model.set_attn_implementation("causal")
+    # A sum of bfloat16 and float32 is float32, so what the embeddings give decides for all layers
+    # in what type their outputs are added up, and how much memory that moves.
+    if args.dtype == "bfloat16":
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.register_forward_hook(lambda module, inputs, output: output.bfloat16())
     # Matrix products are fast only if the number of columns can be divided by 64.
     vocab_size = config.vocab_size
     model.resize_token_embeddings(pad_to_multiple_of=64, mean_resizing=False)
@@ -937,6 +952,8 @@ def load_train_objs(args):
 
 def leave_signals_to_the_trainer(worker):
     """Let a process that reads data go on until its trainer ends it, whoever else sends signals."""
+    if not hasattr(signal, "sigwaitinfo"):
+        return  # macOS does not tell who sends a signal
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def obey_the_trainer():
@@ -960,8 +977,7 @@ def prepare_dataloader(dataset: Dataset, args, device: torch.device):
         collate_fn=tuple,  # TokenDataset hands out whole batches
         pin_memory=device.type not in ("cpu", "mps"),  # copies to a GPU need not be waited for
         batch_sampler=sampler,
-        num_workers=1,  # reads ahead while the model computes
-        prefetch_factor=4,
+        num_workers=1,  # a process that reads ahead while the model computes
         worker_init_fn=leave_signals_to_the_trainer,
     )
 
@@ -1094,6 +1110,9 @@ def parse_args():
 
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
     device = ddp_setup()
     exit_on(None)  # what was typed on another machine may be wrong: then all end here
     if args.bind_cpus:
@@ -1102,7 +1121,6 @@ def main(args):
     args.compile = on_gpu if args.compile is None else args.compile
     if args.dtype == "auto":
         args.dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
-    args.dtype = getattr(torch, args.dtype)
     tokenizer, model, optimizer = patiently("model-name", load_train_objs, args)
     train_set, held_out, args.tokens = load_datasets(args, tokenizer)
     train_data = prepare_dataloader(train_set, args, device)
