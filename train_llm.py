@@ -32,7 +32,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -40,6 +39,7 @@ import torch.distributed.nn  # DDP would import it later, and then it would keep
 import torch.nn.functional as F
 import transformers
 from filelock import FileLock
+from huggingface_hub.utils import logging as hub_logging
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
@@ -132,7 +132,7 @@ def explain(error: Exception) -> str:
     return f"{lines[0][:300]} ({type(error).__name__})"
 
 
-def patiently(name, work, *args):
+def patiently(option, name, work, *args):
     """Return `work(*args)` once all ranks are done with theirs, or end the job if one fails.
 
     It may take hours on one rank (a download, a big dataset), and no collective would wait for so
@@ -146,7 +146,7 @@ def patiently(name, work, *args):
             busy = torch.tensor(float(not future.done()))
             dist.all_reduce(busy)
     error = future.exception()
-    exit_on(f"{name}: {explain(error)}" if error else None)
+    exit_on(f"{option} {name}: {explain(error)}" if error else None)
     return future.result()
 
 
@@ -262,9 +262,9 @@ def load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]:
     key = json.dumps([args.dataset_subset, *map(identity, names)])
     folder = Path(args.save_dir) / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     if dist.get_node_local_rank() == 0:  # every machine may have a disk of its own
-        patiently("dataset-name", prepare_tokens, args, tokenizer, folder)
+        patiently("dataset-name", args.dataset_name, prepare_tokens, args, tokenizer, folder)
     else:
-        patiently("dataset-name", lambda: None)
+        patiently("dataset-name", args.dataset_name, lambda: None)
     about = load_tokens(folder)
     problem, count = None, (about["tokens"] - 1) // args.seq_length
     digests = [None] * dist.get_world_size()
@@ -484,6 +484,9 @@ class Trainer:
         self._plan()
         self.loss = cross_entropy
         if args.compile:
+            # With several processes it compiles the model in pieces, one for each bucket of
+            # gradients, so that the first can be sent while the next are computed.
+            torch._dynamo.config.optimize_ddp = dist.get_world_size() > 1
             self.model.compile()  # in place: the names of the parameters stay as they are
             self.loss = torch.compile(cross_entropy, options={"use_fast_math": True})
         self.model = DDP(  # gives every rank the weights of rank 0
@@ -496,7 +499,7 @@ class Trainer:
         # and rounds otherwise. A resumed run has a first pass too, yet it shall end with the same
         # bits as an unbroken one. So that pass is made here, by each run, and not counted.
         self._run_batch(self.model, *train_data.dataset.__getitems__([0] * args.batch_size), 1)
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)
 
     def _make_optimizer_state(self):
         """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
@@ -580,7 +583,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(step)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=False)  # they stay where they are sent from
         self.losses.append(loss)
         self.norms.append(norm)
 
@@ -661,7 +664,7 @@ class Trainer:
         if self.rank == 0:
             self.bar.write(f"Step {self.steps_run}/{self.total_steps} | {line}")
             with open(self.folder / "metrics.jsonl", "a") as file:
-                print(json.dumps(metrics), file=file)
+                print(json.dumps({"timestamp": time.time(), **metrics}), file=file)
         if self.wandb_run:
             with suppress(Exception):  # training is worth more than its log
                 self.wandb_run.log(metrics)
@@ -724,9 +727,10 @@ class Trainer:
                 self._export(state["model"], path)
                 self.bar.write(f"Step {state['steps_run']} | Model saved at {path}")
         except Exception as error:
-            self.problem = (
-                f"cannot save in {self.folder} ({explain(error)}): the last snapshot stays"
-            )
+            error = error.__context__ or error  # torch.save fails again where it ends the file
+            why = f"({explain(error)}): the last snapshot stays"
+            self.problem = f"cannot save in {self.folder} {why}"
+            (self.folder / "snapshots" / "snapshot.tmp").unlink(missing_ok=True)
 
     def _export(self, weights, path):
         """Write model and tokenizer in transformers' own format, which from_pretrained loads."""
@@ -851,6 +855,8 @@ class Trainer:
                     exports.append("best")
             self._save(save, exports)
         del self.batches  # ends the process that reads the data
+        if self.steps_run >= self.total_steps and not (self.folder / "final").exists():
+            self._save(False, ["final"])  # a run that was killed just before it
         self.writing.result()
         self.bar.close()
         problem = problem or self.problem
@@ -915,6 +921,8 @@ def load_train_objs(args):
         raise ValueError(f"the model takes at most {longest} tokens: choose a shorter --seq-length")
     if getattr(config, "activation_function", None) == "gelu_new":
         config.activation_function = "gelu_pytorch_tanh"  # the same function in one kernel
+    if args.dropout is None and args.init == "fresh":
+        args.dropout = 0.0  # who sees a text once cannot learn it by heart
     for name in vars(config):
         if name.endswith(("pdrop", "dropout")) and args.dropout is not None:
             setattr(config, name, args.dropout)
@@ -1019,7 +1027,7 @@ def sample(folder: Path, device: torch.device, seed: int) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def explain_out_of_memory(args, device: torch.device):
+def explain_out_of_memory(args):
     """Say what to lower when a GPU has not enough memory, and end the job."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -1032,10 +1040,10 @@ def explain_out_of_memory(args, device: torch.device):
         advice = (
             f"--batch-size {half} --global-batch-size {together} (the same steps, in more passes)"
         )
-    total = torch.cuda.get_device_properties(device).total_memory / 2**30
+    total = torch.cuda.get_device_properties().total_memory / 2**30
     print(
         f"ERROR: {size} sequences of {args.seq_length} tokens do not fit in the {total:.0f} GiB of"
-        f" {device} (rank {dist.get_rank()}). Try {advice}",
+        f" the GPU of rank {dist.get_rank()}. Try {advice}",
         file=sys.stderr,
         flush=True,
     )
@@ -1090,8 +1098,9 @@ def parse_args():
     least |= {"bucket_cap_mb": 1}
     for name, value in least.items():
         given = getattr(args, name)
-        if given is not None and not value <= given < 2**31:
-            parser.error(f"{name.replace('_', '-')}: give a number from {value} on, not {given}")
+        limit = math.inf if isinstance(given, float) else 2**31
+        if given is not None and not value <= given < limit:
+            parser.error(f"{name.replace('_', '-')}: at least {value}, not {given}")
     if not (args.resume in ("latest", "none") or args.resume.isdecimal()):
         parser.error(f"resume: give latest, none or the number of a step, not {args.resume!r}")
     if args.tokenizer_name is None:
@@ -1108,11 +1117,8 @@ def parse_args():
     return args
 
 
-@record  # puts the traceback of a failure into torchrun's report
-def main(args):
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    huggingface_hub.logging.set_verbosity_error()
+def build_trainer(args) -> Trainer:
+    """Everything from the process group to the Trainer, which a run needs before its first step."""
     device = ddp_setup()
     exit_on(None)  # what was typed on another machine may be wrong: then all end here
     if args.bind_cpus:
@@ -1121,16 +1127,25 @@ def main(args):
     args.compile = on_gpu if args.compile is None else args.compile
     if args.dtype == "auto":
         args.dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
-    tokenizer, model, optimizer = patiently("model-name", load_train_objs, args)
+    tokenizer, model, optimizer = patiently("model-name", args.model_name, load_train_objs, args)
     train_set, held_out, args.tokens = load_datasets(args, tokenizer)
     train_data = prepare_dataloader(train_set, args, device)
     held_out = prepare_evaluation(held_out, args, device)
+    return Trainer(model, tokenizer, train_data, held_out, optimizer, device, args)
+
+
+@record  # puts the traceback of a failure into torchrun's report
+def main(args):
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    hub_logging.set_verbosity_error()
     try:
-        trainer = Trainer(model, tokenizer, train_data, held_out, optimizer, device, args)
+        trainer = build_trainer(args)
         trainer.start_wandb(args)
         stop, problem = trainer.train()
     except torch.OutOfMemoryError:
-        explain_out_of_memory(args, device)
+        explain_out_of_memory(args)
+    device = trainer.device
     del trainer  # DDP has to go before the group that it talks through
     exit_on(problem)
     if not stop and dist.get_rank() == 0:

@@ -12,9 +12,16 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK = (
+SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
     str(ROOT / f"{name}.py")
-    for name in ("single_gpu", "multigpu", "multigpu_torchrun", "multinode", "check_cluster")
+    for name in (
+        "single_gpu",
+        "multigpu",
+        "multigpu_torchrun",
+        "multinode",
+        "check_cluster",
+        "train_llm",
+    )
 )
 
 

@@ -1,0 +1,437 @@
+"""train_llm.py: a real run, with tiny models and data that lie in a folder, on the CPU."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+from launch import LLM, wait_for
+from test_failures import gone
+from test_wandb import QUIET, read_runs
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPTNeoConfig
+
+import train_llm
+
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # or every test of an unknown name waits for the network
+SENTENCE = "the quick brown fox jumps over the lazy dog, and {} more of them follow it. "
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """A folder with two tiny models and three data sets, as the hub's in kind."""
+    import pyarrow
+    import pyarrow.parquet
+
+    folder = tmp_path_factory.mktemp("local")
+    tokenizer = train_llm.load_tokenizer("bytes")
+    sizes = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
+    gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **sizes)
+    types = [[["global", "local"], 1]]
+    neo = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "window_size": 8}
+    neo = GPTNeoConfig(**neo, max_position_embeddings=32, attention_types=types, **sizes)
+    for name, config in (("gpt2", gpt2), ("gpt-neo", neo)):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    texts = [SENTENCE.format(number) * 3 for number in range(40)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "openwebtext.parquet")
+    rows = [json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(texts)]
+    (folder / "imdb.jsonl").write_text("\n".join(rows))
+    (folder / "text.txt").write_text("".join(texts))
+    return folder
+
+
+def llm(local, *args, nproc=None, model="gpt2", data="text.txt"):
+    """The command of a run on local names, of python or, with `nproc`, of torchrun."""
+    args = ("--model-name", local / model, "--dataset-name", local / data, *args)
+    return launch.torchrun(LLM, *args, nproc=nproc) if nproc else launch.python(LLM, *args)
+
+
+def metrics(folder, name):
+    """{step: value} of what was logged as `name`."""
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return {line["global_step"]: line[name] for line in lines if name in line}
+
+
+def newest(folder):
+    """The newest snapshot of an experiment, without the names of this save, its run and data."""
+    path = max(Path(folder).glob("snapshots/step-*.pt"))
+    snapshot = torch.load(path, weights_only=True)
+    return {key: value for key, value in snapshot.items() if not isinstance(value, str)}
+
+
+def typed(start):
+    """A command of the script's docstring, that begins with `start`, in one line."""
+    text = " ".join(train_llm.__doc__.split())
+    (command,) = re.findall(rf"{start}.*?--batch-size 64", text)
+    return command
+
+
+def test_pretraining_command(local, tmp_path):
+    """The first named command learns, logs, draws, and leaves a model that transformers loads."""
+    command = typed("OMP_NUM_THREADS=1 torchrun")
+    assert "--nproc-per-node gpu" in command  # there is none here
+    command = command.replace("--nproc-per-node gpu", "--nproc-per-node 2")
+    command = command.replace("Skylion007/openwebtext", str(local / "openwebtext.parquet"))
+    command = command.replace("openai-community/gpt2", str(local / "gpt2"))
+    _, _, *options = shlex.split(command.replace("train_llm.py", LLM))
+    options += ["--num-epochs", "8", "--lr", "1e-2", "--log-freq", "1", "--eval-freq", "5"]
+    options += ["--wandb", "offline", "--wandb-group", "both"]
+    launcher = launch.torchrun("x", options=())[:-2]
+    output = launch.run([*launcher, *options], **QUIET)
+    folder = tmp_path / "outputs" / "gpt2-openwebtext-A100"
+    assert "128 sequences" in output and "Weights: fresh" in output
+    assert output.count("Tokenised") == output.count("Global batch size") == 1
+
+    losses = metrics(folder, "train/loss")
+    last = max(losses)
+    assert list(losses) == list(range(1, last + 1))
+    assert abs(losses[1] - math.log(257)) < 0.2 and losses[last] < 0.7 * losses[1]
+    validation = metrics(folder, "validation/loss")
+    assert set(validation) == {*range(5, last, 5), last} and validation[last] < losses[1]
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+    runs = read_runs(folder)
+    assert [run.group for run in runs] == ["both"] * 2 and len({run.id for run in runs}) == 2
+    for run in runs:
+        x_axes = {name: axis for name, axis in run.x_axes.items() if axis}
+        assert x_axes.keys() >= {"train/*", "validation/*"}
+        assert set(x_axes.values()) == {"global_step"}
+        logged = {
+            row["global_step"]: row["train/loss"] for row in run.history if "train/loss" in row
+        }
+        assert logged == losses
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
+    text = SENTENCE.format("é 日本")
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    snapshot = newest(folder)
+    assert not any(name.startswith(("module.", "_orig_mod.")) for name in snapshot["model"])
+    trained = AutoModelForCausalLM.from_config(model.config)
+    trained.resize_token_embeddings(320)
+    trained.load_state_dict(snapshot["model"])
+    tokens = torch.tensor([tokenizer(text)["input_ids"][:32]])
+    with torch.no_grad():
+        logits, expected = model(tokens).logits, trained(tokens).logits[..., :257]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
+
+
+def test_finetuning_command(local, tmp_path):
+    """The second named command starts from the weights in the folder and goes on from there."""
+    text = " ".join(train_llm.__doc__.split())
+    (options,) = re.findall(
+        r"--model-name \S*gpt-neo\S* --dataset-name \S+ --init pretrained", text
+    )
+    options = options.replace("EleutherAI/gpt-neo-1.3B", str(local / "gpt-neo"))
+    options = options.replace("stanfordnlp/imdb", str(local / "imdb.jsonl"))
+    output = launch.run(launch.torchrun(LLM, *shlex.split(options), "--max-steps", 1, "--lr", 0))
+    assert "Weights: pretrained" in output and "Model saved at outputs/default/best" in output
+    before = AutoModelForCausalLM.from_pretrained(local / "gpt-neo").state_dict()
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/default/final").state_dict()
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@pytest.fixture
+def oracle(local, tmp_path):
+    """What plain autograd says on tiny GPT-2's first weights: f(training set?, indices)."""
+    (tmp_path / "text.txt").write_text((local / "text.txt").read_text()[: 32 * 140])
+    text = (tmp_path / "text.txt").read_text()
+    tokens = torch.tensor([*train_llm.load_tokenizer("bytes")(text)["input_ids"], 256])
+    order = torch.randperm(140, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    config = GPT2Config.from_pretrained(local / "gpt2", resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    model = AutoModelForCausalLM.from_config(config)
+
+    def loss_and_gradient(held_out, indices):
+        sequences = (order[:7] if held_out else order[7:]).sort().values[indices]
+        rows = torch.stack([tokens[32 * i : 32 * i + 33] for i in sequences.tolist()])
+        logits = model(rows[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        return loss.item(), {name: each.grad.clone() for name, each in model.named_parameters()}
+
+    return loss_and_gradient
+
+
+def gradients(folder, steps):
+    """The gradient of the last of `steps`, from what it added to AdamW's mean of gradients."""
+    before, after = (
+        torch.load(folder / f"snapshots/step-{step:08}.pt", weights_only=True) for step in steps
+    )
+    added = {
+        index: (after["optimizer"]["state"][index]["exp_avg"] - 0.9 * state["exp_avg"]) / 0.1
+        for index, state in before["optimizer"]["state"].items()
+    }
+    shapes = {
+        name: tensor.dim() for name, tensor in after["model"].items() if "lm_head" not in name
+    }
+    # The optimizer counts matrices first, then vectors.
+    names = [name for name in shapes if shapes[name] >= 2]
+    names += [name for name in shapes if shapes[name] < 2]
+    return {name: added[index][:257] for index, name in enumerate(names)}
+
+
+def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_path, oracle):
+    """One batch, accumulated batches, two and three ranks: as plain autograd on the whole.
+
+    133 sequences make steps of 66, 66 and 1: in the third, two of three ranks have none. Of the 7
+    that are held out, each counts once.
+    """
+    options = ["--max-steps", 3, "--lr", 0, "--clip-norm", 0, "--ckpt-freq", 1]
+    options += ["--global-batch-size", 66, "--log-freq", 1]
+    for name, nproc, batch_size in [
+        ("whole", None, 66),
+        ("accumulated", None, 22),
+        ("two", 2, 11),
+        ("three", 3, 11),
+    ]:
+        options += ["--experiment-name", name, "--batch-size", batch_size]
+        output = launch.run(llm(tmp_path, *options, nproc=nproc, model=local / "gpt2"))
+        assert f"x {66 // batch_size // (nproc or 1)} (accumulation)" in output
+        folder = tmp_path / "outputs" / name
+        sampler = train_llm.StepSampler(133, batch_size, 66, seed=0)
+        for step in 0, 1, 2:
+            loss, gradient = oracle(False, sampler.sequences(step))
+            assert metrics(folder, "train/loss")[step + 1] == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(gradients(folder, (2, 3)), gradient, rtol=1e-4, atol=1e-7)
+        loss, _ = oracle(True, torch.arange(7))
+        assert metrics(folder, "validation/loss")[3] == pytest.approx(loss, rel=1e-6)
+
+
+LONG = ("--batch-size", 3, "--global-batch-size", 6, "--dropout", 0.1, "--lr", 1e-3)
+LONG += ("--num-epochs", 3, "--log-freq", 1, "--ckpt-freq", 5)
+
+
+@pytest.fixture(scope="module")
+def unbroken(local, tmp_path_factory):
+    """The experiment folder of a run of three epochs on two ranks that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    launch.run(llm(local, *LONG, nproc=2), cwd=folder, **quiet)
+    return folder / "outputs" / "default"
+
+
+@pytest.fixture(scope="module")
+def stopped(local, tmp_path_factory):
+    """The folder and the output of the same run, which had SIGTERM in its second epoch."""
+    folder = tmp_path_factory.mktemp("stopped")
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    job = launch.start(llm(local, *LONG, nproc=2), folder, **quiet)
+    wait_for(job, lambda output: "Step 57/" in output)
+    workers = [int(pid) for path in map(Path, ["/proc"]) for pid in descendants(job.pid)]
+    job.send_signal(signal.SIGTERM)
+    status, output = launch.finish(job, 30)
+    return folder / "outputs" / "default", status, output, workers
+
+
+def descendants(pid):
+    """The pids of all processes that `pid` has started, and those that these have started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, task.read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def test_a_signal_leaves_a_snapshot_of_the_step_and_no_process(stopped):
+    """SIGTERM to the launcher: all ranks and the processes that read data end, and all is saved."""
+    folder, status, output, processes = stopped
+    assert status == 1  # torchrun's own, whatever the processes say
+    (step,) = re.findall(r"SIGTERM: saved at step (\d+), leaving", output)
+    assert (folder / f"snapshots/step-{int(step):08}.pt").exists() and int(step) >= 57
+    assert max(metrics(folder, "train/loss")) == int(step)
+    assert len(processes) == 4, "two ranks and a process that reads data for each"
+    assert gone(processes)
+
+
+@pytest.mark.parametrize("nproc", [2, None, 3])
+def test_resumed_run_ends_as_an_unbroken_one(local, tmp_path, stopped, unbroken, nproc):
+    """Stopped in mid-epoch on two ranks: on two it goes on bitwise, on one and three it converges.
+
+    Dropout differs between numbers of ranks, so there the order of the sequences is compared.
+    """
+    shutil.copytree(stopped[0], tmp_path / "outputs" / "default")
+    batch_size = {2: 3, None: 6, 3: 2}[nproc]
+    output = launch.run(llm(local, *LONG, "--batch-size", batch_size, nproc=nproc))
+    (step,) = re.findall(r"Resuming training from snapshot at Step (\d+)", output)
+    losses = metrics(tmp_path / "outputs/default", "train/loss")
+    expected = metrics(unbroken, "train/loss")
+    assert list(losses) == list(expected) and 0 < int(step) < max(expected)
+    if nproc == 2:
+        assert losses == expected
+        torch.testing.assert_close(newest("outputs/default"), newest(unbroken), rtol=0, atol=0)
+    else:
+        difference = [abs(losses[step] / expected[step] - 1) for step in expected]
+        assert max(difference) < 0.05
+
+
+def test_every_sequence_is_seen_once_in_an_epoch_on_any_number_of_ranks(monkeypatch):
+    """What the ranks read together in a step depends on seed, step and global batch size alone."""
+    length, together = 133, 12
+
+    def read(seed, world_size, first_step, steps):
+        seen = [[] for _ in range(steps)]
+        monkeypatch.setattr(train_llm.dist, "get_world_size", lambda: world_size)
+        for rank in range(world_size):
+            monkeypatch.setattr(train_llm.dist, "get_rank", lambda rank=rank: rank)
+            sampler = train_llm.StepSampler(length, 2, together, seed)
+            sampler.first_step = first_step
+            batches = iter(sampler)
+            for step in range(steps):
+                for _ in range(sampler.accumulation(first_step + step)):
+                    batch = next(batches)
+                    assert len(batch) == 2
+                    seen[step] += [index for index in batch if index >= 0]
+        return seen
+
+    seen = read(0, 1, 0, 24)
+    epochs = [sorted(itertools.chain(*seen[:12])), sorted(itertools.chain(*seen[12:]))]
+    assert epochs == [list(range(length))] * 2
+    assert seen[:12] != seen[12:] and seen != read(1, 1, 0, 24)
+    for world_size, first_step in [(2, 0), (3, 5), (6, 11), (1, 13)]:
+        again = read(0, world_size, first_step, 24 - first_step)
+        assert list(map(sorted, again)) == list(map(sorted, seen[first_step:]))
+
+
+def test_damaged_newest_snapshot_is_told_and_the_one_before_is_used(local, tmp_path, stopped):
+    """Cut off at any place, the newest is left as it is; without any good one the job ends."""
+    shutil.copytree(stopped[0], tmp_path / "outputs" / "default")
+    last, reserve = sorted(Path("outputs/default/snapshots").glob("*"), reverse=True)
+    os.truncate(last, last.stat().st_size // 2)
+    options = (*LONG, "--batch-size", 6, "--max-steps", int(reserve.stem[5:]))
+    output = launch.run(llm(local, *options))
+    assert output.count("WARNING") == 1 and f"{last.name} cannot be used" in output
+    assert f"Resuming training from snapshot at Step {int(reserve.stem[5:])}\n" in output
+    os.truncate(reserve, 100)
+    sizes = [path.stat().st_size for path in (last, reserve)]
+    output = launch.run(llm(local, *options), status=2)
+    assert output.splitlines()[-1].startswith(f"ERROR: outputs/default/snapshots/{last.name}")
+    assert [path.stat().st_size for path in (last, reserve)] == sizes
+
+
+def test_cold_cache_is_made_once_and_a_cut_off_one_again(local, tmp_path):
+    """Two jobs that start together share one cache; a file that lost its end is made again."""
+    jobs = [launch.start(llm(local, "--max-steps", 1, "--experiment-name", name)) for name in "ab"]
+    outputs = [launch.finish(job) for job in jobs]
+    assert [status for status, _ in outputs] == [0, 0], outputs
+    assert sum(output.count("Tokenised") for _, output in outputs) == 1
+    (tokens,) = Path("outputs").glob("tokens-*/tokens.bin")
+    whole = tokens.read_bytes()
+    os.truncate(tokens, len(whole) // 2)
+    output = launch.run(llm(local, "--max-steps", 1, "--experiment-name", "c"))
+    assert output.count("Tokenised") == 1 and tokens.read_bytes() == whole
+
+
+def test_default_run_writes_a_sample(tmp_path):
+    """`python train_llm.py` trains on Python's own library and writes by itself, in two steps."""
+    output = launch.run(launch.python(LLM, "--max-steps", 2, "--batch-size", 2))
+    assert "byte-gpt" in output and "Steps: 2 " in output
+    assert output.partition("A sample of outputs/default/final:\n")[2].strip()
+    output = launch.run(launch.python(LLM, "--max-steps", 2, "--batch-size", 2))
+    assert "Resuming training from snapshot at Step 2\n" in output and "A sample of" in output
+    output = launch.run(launch.python(LLM, "--resume", "none"), status=2)
+    assert "choose another --experiment-name" in output
+
+
+def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
+    """Without a launcher the status says the signal, as a shell would: 128 + 10."""
+    job = launch.start(llm(local, *LONG, "--batch-size", 6))
+    wait_for(job, lambda output: "Step 3/" in output)
+    job.send_signal(signal.SIGUSR1)
+    status, output = launch.finish(job, 20)
+    assert status == 128 + signal.SIGUSR1 and "SIGUSR1: saved at step" in output, output
+
+
+def test_loss_that_is_not_a_number_stops_the_run(local, tmp_path):
+    """The step is named, and the last good snapshot, which stays."""
+    output = launch.run(
+        llm(local, *LONG, "--batch-size", 6, "--clip-norm", 0, "--max-steps", 5, "--lr", 1e-4),
+    )
+    good = newest("outputs/default")
+    output = launch.run(
+        llm(local, *LONG, "--batch-size", 6, "--clip-norm", 0, "--max-steps", 90, "--lr", "1e30"),
+        status=2,
+    )
+    error = output.splitlines()[-1]
+    assert re.match(r"ERROR: the gradient of step \d+ is (nan|inf)", error), output
+    assert "outputs/default/snapshots/step-00000005.pt" in error
+    torch.testing.assert_close(newest("outputs/default"), good, rtol=0, atol=0)
+
+
+BAD = {
+    "an unknown model": (["--model-name", "no/such"], "model-name no/such: "),
+    "an unknown data set": (["--dataset-name", "no/such"], "dataset-name no/such: "),
+    "a text that is too short": (["--dataset-name", "short.txt"], "seq-length: .* too few"),
+    "a sequence that is too long": (["--seq-length", 33], "model-name .* at most 32 tokens"),
+    "a batch that does not divide": (["--global-batch-size", 12], "global-batch-size: 12 is not"),
+    "a vocabulary that does not fit": (["--model-name", "small"], "257 tokens.* vocabulary 100"),
+    "a step without a snapshot": (["--resume", 7], "no snapshot of step 7"),
+    "a word for a number": (["--batch-size", "x"], "batch-size: invalid int value: 'x'"),
+    "a number below the least": (["--max-steps", 0], "max-steps: at least 1, not 0"),
+    "a resume of nothing": (["--resume", "newest"], "resume: give latest, none"),
+    "a folder of no use": (["--save-dir", "/proc/x"], "save-dir: cannot write in /proc/x"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_told_in_one_line(local, tmp_path, case):
+    """One line that begins with ERROR, exit status 2, no traceback."""
+    options, message = BAD[case]
+    (tmp_path / "short.txt").write_text("short")
+    AutoModelForCausalLM.from_config(
+        GPT2Config(vocab_size=100, n_layer=1, n_embd=8, n_head=1, n_positions=32)
+    ).save_pretrained("small")
+    train_llm.load_tokenizer("bytes").save_pretrained("small")
+    output = launch.run(llm(local, *options), status=2, **OFFLINE)
+    errors = [line for line in output.splitlines() if not line.startswith(("Rank: ", "Tokenised"))]
+    assert len(errors) == 1 and re.match(f"ERROR: .*{message}", errors[0]), output
+
+
+def test_full_disk_is_told_in_one_line_and_the_last_snapshot_stays(local, tmp_path):
+    """A file-size limit that a snapshot exceeds stops the run soon after the save."""
+    command = llm(local, *LONG, "--batch-size", 6)
+    output = launch.run(["bash", "-c", f"ulimit -f 300; exec {shlex.join(command)}"], status=2)
+    error = output.splitlines()[-1]
+    assert re.match(r"ERROR: cannot save in outputs/default \(.*File too large", error), output
+    assert "Traceback" not in output
+    assert not list(Path("outputs/default/snapshots").glob("step-*"))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_compiled_bfloat16_on_gpus_learns_what_the_cpu_learns(local, tmp_path, nproc):
+    """On one and two GPUs: compiled, in bfloat16, and every loss near that of the CPU in float32."""
+    options = (*LONG, "--dropout", 0, "--batch-size", 3)
+    output = launch.run(llm(local, *options, nproc=nproc), 300)
+    assert "Matrix products: bfloat16 | Compiled: yes" in output
+    assert re.search(r"MFU: \d|MFU: unknown", output) and "A sample of" in output
+    launch.run(llm(local, *options, "--experiment-name", "cpu"), CUDA_VISIBLE_DEVICES="")
+    found, expected = (metrics(f"outputs/{name}", "train/loss") for name in ("default", "cpu"))
+    assert found.keys() == expected.keys()
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 0.02
+
+
+@pytest.mark.gpu(2)
+def test_resumed_run_on_gpus_ends_as_an_unbroken_one(local, tmp_path):
+    """SIGTERM to a job on two GPUs with dropout: resumed, it ends with the weights of an unbroken."""
+    options = (*LONG, "--num-epochs", 20)
+    job = launch.start(llm(local, *options, nproc=2))
+    wait_for(job, lambda output: "Step 57/" in output, 300)
+    job.send_signal(signal.SIGTERM)
+    status, output = launch.finish(job, 60)
+    assert status == 1 and "SIGTERM: saved at step" in output, output
+    output = launch.run(llm(local, *options, nproc=2), 300)
+    assert "Resuming training from snapshot" in output
+    launch.run(llm(local, *options, "--experiment-name", "unbroken", nproc=2), 300)
+    broken, unbroken = newest("outputs/default"), newest("outputs/unbroken")
+    torch.testing.assert_close(broken, unbroken, rtol=0, atol=0)
