@@ -15,9 +15,11 @@ text file, JSON lines or parquet with a column of text, or a folder of such file
 
 import argparse
 import hashlib
+import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import resource
 import shutil
@@ -64,10 +66,12 @@ PEAK_TFLOPS = {  # of dense bfloat16 matrix products, from the vendors' datashee
     "B200": 2250,
     "MI300X": 1307,
     "H100 PCIe": 756,
+    "H100 NVL": 835,
     "H100": 989,
     "H200": 989,
     "A100": 312,
     "L40S": 362,
+    "L40": 181,
     "L4": 121,
     "RTX 4090": 165,
 }
@@ -126,10 +130,10 @@ def exit_on(problem: str | None):
     sys.exit(2)
 
 
-def explain(error: Exception) -> str:
-    """The first line of what an error says, and its kind."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    return f"{lines[0][:300]} ({type(error).__name__})"
+def explain(error: BaseException) -> str:
+    """The beginning of what an error says, and its kind."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{' '.join(lines[:2])[:300]} ({type(error).__name__})"
 
 
 def patiently(option, name, work, *args):
@@ -138,56 +142,73 @@ def patiently(option, name, work, *args):
     It may take hours on one rank (a download, a big dataset), and no collective would wait for so
     long. So the ranks ask each other once a second, while a thread does the work.
     """
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(work, *args)
-        busy = torch.ones(())
-        while busy > 0:
-            wait([future], timeout=1)
-            busy = torch.tensor(float(not future.done()))
-            dist.all_reduce(busy)
-    error = future.exception()
+    future = Future()
+
+    def do():
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()  # it does not keep a process that has to end
+    while True:
+        wait([future], timeout=1)
+        error = future.exception() if future.done() else None
+        busy, failed = counts = torch.tensor([not future.done(), error is not None], dtype=int)
+        dist.all_reduce(counts)
+        if failed or not busy:
+            break
     exit_on(f"{option} {name}: {explain(error)}" if error else None)
     return future.result()
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file `path`, or all files in the folder `path`, or none."""
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return [file for file in files if file.is_file()]
-
-
-def identity(name: str) -> list:
-    """What changes when the data or tokenizer called `name` does: a cache's key is made of it."""
-    path = Path(name)
-    if name == "stdlib":
-        return [name, sys.version]
-    stats = [(str(file.resolve()), file.stat()) for file in files_of(path)]
-    return [name, *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)]
+    """The file `path`, or all files in the folder `path` but hidden ones, or none."""
+    files = sorted(path.rglob("[!.]*")) if path.is_dir() else [path]
+    return [file for file in files if file.is_file() and "/." not in str(file.relative_to(path))]
 
 
 def read_documents(name: str, subset: str | None):
-    """Yield the texts of the dataset `name`, one after the other; nothing is held in memory."""
+    """Yield the texts of the dataset `name`, one after the other: a file or a row is a text."""
     files = files_of(Path(name))
     if name == "stdlib":
         files = sorted(Path(os.__file__).parent.glob("*.py"))
-    kinds = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-    kind = kinds.get(files[0].suffix, "text") if files else "hub"
-    if kind == "text":
+    formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+    kinds = [formats[file.suffix] for file in files if file.suffix in formats]
+    if files and not kinds:
         for file in files:
-            yield file.read_text(encoding="utf-8", errors="replace")
+            text = file.read_text(encoding="utf-8", errors="replace")
+            if "\0" in text:
+                raise ValueError(f"{file} is not a text")
+            yield text
         return
     from datasets import load_dataset  # it takes a second, which a run with a cache need not spend
 
-    if kind == "hub":
-        rows = load_dataset(name, subset, split="train")
+    if kinds:
+        names = [str(file) for file in files if formats.get(file.suffix) == kinds[0]]
+        rows = load_dataset(kinds[0], data_files=names, split="train", streaming=True)
     else:
-        names = [str(file) for file in files if file.suffix == files[0].suffix]
-        rows = load_dataset(kind, data_files=names, split="train", streaming=True)
+        rows = load_dataset(name, subset, split="train")
+    column = None
     for row in rows:
         texts = [key for key, value in row.items() if isinstance(value, str)]
-        if not texts:
-            raise ValueError(f"no column of {', '.join(row)} is text")
-        yield row["text" if "text" in texts else texts[0]]
+        if column is None and texts:
+            column = "text" if "text" in row else texts[0]
+        if column and row[column] is not None:
+            yield row[column]
+    if column is None:
+        raise ValueError("no column is text")
+
+
+def cut(documents, size=2**18):
+    """Cut long documents at ends of lines: yield (piece, whether it ends its document)."""
+    for text in documents:
+        begin = 0
+        while len(text) - begin > size:
+            end = text.rfind("\n", begin, begin + size) + 1 or begin + size
+            yield text[begin:end], False
+            begin = end
+        yield text[begin:], True
 
 
 def prepare_tokens(args, tokenizer, folder: Path):
@@ -201,18 +222,20 @@ def prepare_tokens(args, tokenizer, folder: Path):
         if load_tokens(folder):
             return
         (folder / "tokens.json").unlink(missing_ok=True)
-        documents = iter(read_documents(args.dataset_name, args.dataset_subset))
+        pieces = cut(read_documents(args.dataset_name, args.dataset_subset))
         dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
         count, digest = 0, hashlib.sha256()
         hide = None if dist.get_rank() == 0 else True
         with open(folder / "tokens.bin", "wb") as file, tqdm(unit=" tokens", disable=hide) as bar:
-            while texts := list(itertools.islice(documents, 1000)):
-                for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
-                    tokens = np.array([*ids, tokenizer.eos_token_id], dtype).tobytes()
-                    file.write(tokens)
-                    digest.update(tokens)
-                    count += len(ids) + 1
-                    bar.update(len(ids) + 1)
+            while batch := list(itertools.islice(pieces, 128)):
+                texts, ends = zip(*batch, strict=True)
+                encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+                for ids, end in zip(encoded, ends, strict=True):
+                    tokens = np.array([*ids, tokenizer.eos_token_id] if end else ids, dtype)
+                    file.write(tokens.tobytes())
+                    digest.update(tokens.tobytes())
+                    count += len(tokens)
+                    bar.update(len(tokens))
             file.flush()
             os.fsync(file.fileno())
         about = {"tokens": count, "dtype": dtype.name, "sha256": digest.hexdigest()}
@@ -256,16 +279,28 @@ class TokenDataset(Dataset):
         return inputs, targets
 
 
+def cache_folder(args, tokenizer) -> Path:
+    """Where the tokens of this dataset lie, under a name that changes when they would."""
+    name, saved = args.dataset_name, Path(args.save_dir).resolve()
+    stats = [(file.resolve(), file.stat()) for file in files_of(Path(name))]
+    key = [name, args.dataset_subset, tokenizer.backend_tokenizer.to_str()]
+    key += [sys.version] if name == "stdlib" else []
+    key += [
+        (str(file), stat.st_size, stat.st_mtime_ns)
+        for file, stat in stats
+        if saved not in file.parents  # what this script has written
+    ]
+    return saved / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+
+
 def load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]:
     """The sequences to train on, those held out, and the sha256 of all tokens."""
-    names = [args.dataset_name, args.tokenizer_name]
-    key = json.dumps([args.dataset_subset, *map(identity, names)])
-    folder = Path(args.save_dir) / f"tokens-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = cache_folder(args, tokenizer)
+    work = (lambda: None,)
     if dist.get_node_local_rank() == 0:  # every machine may have a disk of its own
-        patiently("dataset-name", args.dataset_name, prepare_tokens, args, tokenizer, folder)
-    else:
-        patiently("dataset-name", args.dataset_name, lambda: None)
-    about = load_tokens(folder)
+        work = (prepare_tokens, args, tokenizer, folder)
+    patiently("dataset-name", args.dataset_name, *work)
+    about = load_tokens(folder) or {"tokens": 0, "sha256": None}
     problem, count = None, (about["tokens"] - 1) // args.seq_length
     digests = [None] * dist.get_world_size()
     dist.all_gather_object(digests, about["sha256"])
@@ -342,7 +377,11 @@ def flops_per_token(model, seq_length: int) -> float:
     count -= sum(weight.numel() for weight in looked_up if weight is not output)
     count -= (len(output) - model.config.vocab_size) * output.shape[1]  # columns added for speed
     config = model.config
-    return 6 * count + 12 * config.num_hidden_layers * config.hidden_size * seq_length
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    width = config.num_attention_heads * head_size
+    return 6 * count + 12 * config.num_hidden_layers * width * seq_length
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -354,22 +393,28 @@ def peak_flops(device: torch.device) -> float | None:
 def memory_used(device: torch.device) -> int:
     """The most memory, in bytes, that this process has used: on its GPU if it has one."""
     if device.type == "cpu":
-        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return torch.accelerator.max_memory_allocated(device)
 
 
 def plot(folder: Path):
     """Draw the losses in metrics.jsonl, also those of the runs before, into loss.png."""
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # it takes a second, and is needed at the end only
 
     curves = {"train/loss": {}, "validation/loss": {}}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
-        for name in curves.keys() & metrics.keys():
-            curves[name][metrics["global_step"]] = metrics[name]  # a repeated step counts once
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+        with suppress(ValueError):  # a line that was cut off when a run was killed
+            metrics = json.loads(line)
+            step = metrics["global_step"]
+            for name in curves.keys() & metrics.keys():
+                # A run that went back to a snapshot replaces what came after it.
+                curves[name] = {old: loss for old, loss in curves[name].items() if old < step}
+                curves[name][step] = metrics[name]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
     for name, curve in curves.items():
-        axes.plot(*zip(*sorted(curve.items()), strict=True), label=name, marker=".")
+        axes.plot(curve.keys(), curve.values(), label=name, marker=".")
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -420,7 +465,9 @@ class Stopwatch:
         return seconds, parts
 
 
-def all_reduce(stopwatch: Stopwatch, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def sum_gradients(
+    stopwatch: Stopwatch, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
     """How DDP sends a bucket of gradients: it sums. (By itself it would take the mean.)"""
     if bucket.is_last():
         stopwatch.ready = stopwatch.mark()
@@ -473,12 +520,13 @@ class Trainer:
         self.best_loss = math.inf
         self.signal, self.problem = 0, None
         self.losses, self.norms = [], []
-        self.writer, self.writing, self.buffers = ThreadPoolExecutor(1), Future(), {}
-        self.writing.set_result(None)
+        self.writer, self.buffers = ThreadPoolExecutor(1), {}
+        self.writing = self.writer.submit(lambda: None)
         self.stopwatch = Stopwatch(device)
         self.flops_per_token = flops_per_token(self.model, args.seq_length)
         with torch.device("meta"):  # a model without weights: it is lent them when it is exported
             self.exported = AutoModelForCausalLM.from_config(model.config)
+        self.exported.generation_config = model.generation_config
         self._make_optimizer_state()
         self._load_snapshot()
         self._plan()
@@ -489,12 +537,17 @@ class Trainer:
             torch._dynamo.config.optimize_ddp = dist.get_world_size() > 1
             self.model.compile()  # in place: the names of the parameters stay as they are
             self.loss = torch.compile(cross_entropy, options={"use_fast_math": True})
+        # Buffers are tables that never change: they are not sent. torch 2.13 renamed the option.
+        names = ("forward_sync_buffers", "broadcast_buffers")
+        constant = next(name for name in names if name in inspect.signature(DDP).parameters)
         self.model = DDP(  # gives every rank the weights of rank 0
             self.model,
             bucket_cap_mb=args.bucket_cap_mb,
             gradient_as_bucket_view=True,  # gradients are sent from where they lie
+            **{constant: False},
         )
-        self.model.register_comm_hook(self.stopwatch, all_reduce)
+        self.model.train()  # from_pretrained hands out a model in eval mode
+        self.model.register_comm_hook(self.stopwatch, sum_gradients)
         # In its first backward pass DDP adds the gradients up in another order than in all others,
         # and rounds otherwise. A resumed run has a first pass too, yet it shall end with the same
         # bits as an unbroken one. So that pass is made here, by each run, and not counted.
@@ -516,14 +569,9 @@ class Trainer:
         """How many steps there are, and a summary of what they will be."""
         args, sampler = self.args, self.train_data.batch_sampler
         processes = dist.get_world_size()
+        args.global_batch_size = sampler.global_batch_size  # it may be that of the snapshot
+        exit_on_remainder(args)
         together = args.batch_size * processes
-        problem = None
-        if sampler.global_batch_size % together:
-            problem = (
-                f"global-batch-size: {sampler.global_batch_size} is not a multiple of {together}"
-                f" ({args.batch_size} in a batch x {processes} processes): change one of them"
-            )
-        exit_on(problem)
         self.total_steps = args.max_steps or args.num_epochs * sampler.steps_per_epoch
         self.warmup_steps = args.warmup_steps
         if self.warmup_steps is None:
@@ -548,7 +596,7 @@ class Trainer:
         )
 
     def _run_batch(self, model, source, targets, targets_in_step):
-        """The share of these targets in the loss of the step; backward too, unless in eval mode."""
+        """The share of these targets in the loss of the step; backward too if gradients are on."""
         source = source.to(self.device, non_blocking=self.train_data.pin_memory)
         targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
         scale = torch.full((), 1 / targets_in_step, device=self.device)
@@ -558,7 +606,7 @@ class Trainer:
         ):
             logits = model(input_ids=source, use_cache=False).logits
         loss, gradient = self.loss(logits.detach(), targets, self.vocab_size, scale)
-        if model.training:
+        if torch.is_grad_enabled():
             logits.backward(gradient)
         return loss * scale
 
@@ -600,6 +648,7 @@ class Trainer:
         norms = torch.stack(self.norms).tolist()  # waits for the GPU; the same on all ranks
         for step, norm in enumerate(norms, self.steps_run - len(norms) + 1):
             if not math.isfinite(norm):
+                self.writing.result()  # one may be on its way to the disk
                 good = next(iter(self._snapshots()), "there is none")
                 advice = "go on from there with a lower --lr"
                 return (
@@ -641,6 +690,8 @@ class Trainer:
 
     def _evaluate(self):
         """Return the loss on all held-out sequences, each of which counts once, on any rank."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # what is in the queue is still training
         begin = time.perf_counter()
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -663,8 +714,11 @@ class Trainer:
         metrics = {"global_step": self.steps_run, **metrics}
         if self.rank == 0:
             self.bar.write(f"Step {self.steps_run}/{self.total_steps} | {line}")
-            with open(self.folder / "metrics.jsonl", "a") as file:
-                print(json.dumps({"timestamp": time.time(), **metrics}), file=file)
+            try:
+                with open(self.folder / "metrics.jsonl", "a") as file:
+                    print(json.dumps({"timestamp": time.time(), **metrics}), file=file)
+            except OSError as error:
+                self.problem = f"cannot write in {self.folder}: {explain(error)}"
         if self.wandb_run:
             with suppress(Exception):  # training is worth more than its log
                 self.wandb_run.log(metrics)
@@ -679,7 +733,9 @@ class Trainer:
             return  # all ranks have the same weights: one file, one writer
         begin = time.perf_counter()
         self.writing.result()  # the buffers are free once the last save is on the disk
-        state = {"model": self.model.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {"model": self.model.module.state_dict()}
+        if snapshot:
+            state["optimizer"] = self.optimizer.state_dict()
         state = self._copy_to_host(state)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -728,16 +784,17 @@ class Trainer:
                 self.bar.write(f"Step {state['steps_run']} | Model saved at {path}")
         except Exception as error:
             error = error.__context__ or error  # torch.save fails again where it ends the file
-            why = f"({explain(error)}): the last snapshot stays"
-            self.problem = f"cannot save in {self.folder} {why}"
-            (self.folder / "snapshots" / "snapshot.tmp").unlink(missing_ok=True)
+            self.problem = (
+                f"cannot save in {self.folder}: {explain(error)}. The last snapshot stays"
+            )
+            for half in self.folder.rglob("*.tmp"):  # it would keep the disk full
+                shutil.rmtree(half) if half.is_dir() else half.unlink()
 
     def _export(self, weights, path):
         """Write model and tokenizer in transformers' own format, which from_pretrained loads."""
-        columns = len(self.model.module.get_input_embeddings().weight)
-        weights = {  # without the columns that were added for speed
-            name: tensor[: self.vocab_size] if len(tensor) == columns else tensor
-            for name, tensor in weights.items()
+        weights = {  # without the rows that were added for speed
+            name: weights[name][tuple(map(slice, tensor.shape))]
+            for name, tensor in self.exported.state_dict().items()
         }
         self.exported.load_state_dict(weights, assign=True)
         self.exported.tie_weights()
@@ -765,9 +822,9 @@ class Trainer:
                 name = snapshot["name"]
                 break
             except Exception as error:
-                unusable.append(f"{path} cannot be used ({explain(error)})")
+                unusable.append(f"{path} is damaged or does not fit: {explain(error)}")
         if unusable and name is None:
-            problem = f"{unusable[0]}: move it away or choose another --experiment-name"
+            problem = f"{unusable[0]}. Move it away, or choose another --experiment-name"
         exit_on(problem)
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
         found = [None] * dist.get_world_size()
@@ -786,21 +843,20 @@ class Trainer:
                 for tensor in state.values():
                     dist.broadcast(tensor, source)
         sampler.first_step = self.steps_run
-        if self.args.resume.isdecimal():  # later ones shall not count as the newest from here on
-            for path in self._snapshots():
-                if int(path.stem[5:]) > self.steps_run:
-                    with suppress(FileNotFoundError):  # another rank of this machine was faster
-                        path.rename(path.with_suffix(".old"))
+        for path in self._snapshots():  # what was not used shall not be taken for the newest
+            if int(path.stem[5:]) > self.steps_run:
+                with suppress(FileNotFoundError):  # another rank of this machine was faster
+                    path.rename(path.with_suffix(".unused"))
         if self.rank == 0:
             for line in sorted(set(sum(unusable, []))):
-                print(f"WARNING: {line}: an older one is used")
+                print(f"WARNING: {line}. Another one is used, and this one is renamed")
             if self.steps_run > 0:
                 print(f"Resuming training from snapshot at Step {self.steps_run}")
 
     def _resume(self, snapshot):
         sampler, typed = self.train_data.batch_sampler, self.args.global_batch_size
         if snapshot["tokens"] != self.args.tokens:
-            raise ValueError("it was trained on other tokens")
+            raise ValueError("it was trained on other data or with another --seq-length")
         if typed not in (None, snapshot["global_batch_size"]):
             raise ValueError(f"its --global-batch-size was {snapshot['global_batch_size']}")
         self.model.load_state_dict(snapshot["model"])
@@ -820,14 +876,17 @@ class Trainer:
         return told.tolist()
 
     def _on_signal(self, number, frame):
+        if self.signal:
+            return
         self.signal = number
+        time.sleep(1)  # torchrun hands on what a scheduler sends to all: that is no second signal
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+            signal.signal(number, signal.SIG_DFL)  # but from here on one ends the process at once
 
     def train(self) -> tuple[int, str | None]:
         """Train to the last step or until a signal; return the signal or 0, and what went wrong."""
         before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        args, stop, problem = self.args, 0, None
+        args, stop, problem, failed, first = self.args, 0, None, False, self.steps_run
         # A bar on rank 0 only, only on a terminal (None).
         hide = None if self.rank == 0 else True
         self.bar = tqdm(total=self.total_steps, initial=self.steps_run, disable=hide, unit="step")
@@ -855,13 +914,17 @@ class Trainer:
                     exports.append("best")
             self._save(save, exports)
         del self.batches  # ends the process that reads the data
-        if self.steps_run >= self.total_steps and not (self.folder / "final").exists():
-            self._save(False, ["final"])  # a run that was killed just before it
+        if first >= self.total_steps:  # there was nothing to do, but perhaps this was left undone
+            self._save(False, ["final"])
         self.writing.result()
+        self._agree()  # no rank may end, and torchrun with it, while rank 0 still writes
         self.bar.close()
         problem = problem or self.problem
         if self.rank == 0 and not problem:
-            plot(self.folder)
+            try:
+                plot(self.folder)
+            except Exception as error:
+                print(f"There is no new loss.png: {explain(error)}")
         for number, handler in before.items():
             signal.signal(number, handler)
         if self.rank == 0 and stop and not problem:
@@ -889,6 +952,16 @@ class Trainer:
                 self.wandb_run.define_metric(metrics, step_metric="global_step")
         except Exception as error:
             print(f"Training goes on without wandb: {error}")
+
+
+def exit_on_remainder(args):
+    """A step consists of whole batches, equally many on each rank."""
+    together, problem = args.batch_size * dist.get_world_size(), None
+    if (args.global_batch_size or together) % together:
+        parts = f"{args.batch_size} in a batch x {dist.get_world_size()} processes"
+        number = f"{args.global_batch_size} is not a multiple of {together} ({parts})"
+        problem = f"global-batch-size: {number}: change one of them"
+    exit_on(problem)
 
 
 def load_tokenizer(name: str):
@@ -933,7 +1006,9 @@ def load_train_objs(args):
     model.float()
     # transformers may build a mask and hand it to attention, and a mask rules out the fast kernels.
     # What has a name of its own gets none, and then scaled_dot_product_attention is told "causal".
-    if config._attn_implementation == "sdpa" and getattr(config, "sliding_window", None) is None:
+    special = ("sliding_window", "attention_chunk_size")
+    plain = all(getattr(config, name, None) is None for name in special)
+    if plain and config._attn_implementation == "sdpa":
         AttentionInterface.register("causal", sdpa_attention_forward)
         model.set_attn_implementation("causal")
     # A sum of bfloat16 and float32 is float32, so what the embeddings give decides for all layers
@@ -960,12 +1035,14 @@ def load_train_objs(args):
 
 def leave_signals_to_the_trainer(worker):
     """Let a process that reads data go on until its trainer ends it, whoever else sends signals."""
-    if not hasattr(signal, "sigwaitinfo"):
-        return  # macOS does not tell who sends a signal
+    if not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends a signal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    trainer = multiprocessing.parent_process().pid
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def obey_the_trainer():
-        while signal.sigwaitinfo(SIGNALS).si_pid != os.getppid():
+        while signal.sigwaitinfo(SIGNALS).si_pid != trainer:
             pass
         os._exit(0)
 
@@ -1009,11 +1086,15 @@ def bind_cpus():
         folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         return [int((folder / name).read_text()) for name in ("physical_package_id", "core_id")]
 
-    cpus = sorted(os.sched_getaffinity(0), key=place)
-    share = len(cpus) // len(here)
-    begin = here.index(dist.get_rank()) * share
-    if share:
+    problem = None
+    try:
+        cpus = sorted(os.sched_getaffinity(0), key=place)
+        share = len(cpus) // len(here)
+        begin = here.index(dist.get_rank()) * share
         os.sched_setaffinity(0, cpus[begin : begin + share])
+    except (AttributeError, OSError) as error:  # not on macOS, not with more processes than cores
+        problem = f"bind-cpus: not on {socket.gethostname()}: {explain(error)}"
+    exit_on(problem)
 
 
 def sample(folder: Path, device: torch.device, seed: int) -> str:
@@ -1021,7 +1102,7 @@ def sample(folder: Path, device: torch.device, seed: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(device)
     torch.manual_seed(seed)
-    length = min(512, model.config.max_position_embeddings)
+    length = min(512, getattr(model.config, "max_position_embeddings", 512))
     start = torch.tensor([[tokenizer.eos_token_id]], device=device)
     tokens = model.generate(start, max_length=length, do_sample=True, temperature=0.7)
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
@@ -1121,14 +1202,20 @@ def build_trainer(args) -> Trainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
     device = ddp_setup()
     exit_on(None)  # what was typed on another machine may be wrong: then all end here
+    exit_on_remainder(args)
     if args.bind_cpus:
         bind_cpus()
     on_gpu = device.type == "cuda"
     args.compile = on_gpu if args.compile is None else args.compile
     if args.dtype == "auto":
-        args.dtype = "bfloat16" if on_gpu and torch.cuda.is_bf16_supported() else "float32"
+        args.dtype = (
+            "bfloat16"
+            if on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+            else "float32"
+        )
     tokenizer, model, optimizer = patiently("model-name", args.model_name, load_train_objs, args)
-    train_set, held_out, args.tokens = load_datasets(args, tokenizer)
+    train_set, held_out, digest = load_datasets(args, tokenizer)
+    args.tokens = f"{digest}, in sequences of {args.seq_length}"
     train_data = prepare_dataloader(train_set, args, device)
     held_out = prepare_evaluation(held_out, args, device)
     return Trainer(model, tokenizer, train_data, held_out, optimizer, device, args)
@@ -1145,12 +1232,14 @@ def main(args):
         stop, problem = trainer.train()
     except torch.OutOfMemoryError:
         explain_out_of_memory(args)
-    device = trainer.device
+    device, folder = trainer.device, trainer.folder / "final"
     del trainer  # DDP has to go before the group that it talks through
     exit_on(problem)
     if not stop and dist.get_rank() == 0:
-        folder = Path(args.save_dir) / args.experiment_name / "final"
-        print(f"A sample of {folder}:\n{sample(folder, device, args.seed)}")
+        try:
+            print(f"A sample of {folder}:\n{sample(folder, device, args.seed)}")
+        except Exception as error:  # the model is safe, this is a treat
+            print(f"There is no sample of {folder}: {explain(error)}")
     dist.destroy_process_group()
     sys.exit(128 + stop if stop else 0)  # as a shell says that a signal ended a process
 

@@ -34,11 +34,11 @@ def torchrun(script, *args, nproc=2, options=("--standalone",)):
     return [*launcher, f"--nproc_per_node={nproc}", script, *map(str, args)]
 
 
-def agent(endpoint, *args, nproc=1, nnodes=2, options=()):
-    """The command of one of the nodes of a multinode.py job."""
+def agent(endpoint, *args, nproc=1, nnodes=2, options=(), script=MULTINODE):
+    """The command of one of the nodes of a job of multinode.py, or of `script`."""
     rendezvous = ("--rdzv-id=456", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
     options = (f"--nnodes={nnodes}", *rendezvous, *options)
-    return torchrun(MULTINODE, *args, nproc=nproc, options=options)
+    return torchrun(script, *args, nproc=nproc, options=options)
 
 
 def free_port():

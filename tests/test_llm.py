@@ -209,7 +209,8 @@ def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_p
 
 
 LONG = ("--batch-size", 3, "--global-batch-size", 6, "--dropout", 0.1, "--lr", 1e-3)
-LONG += ("--num-epochs", 3, "--log-freq", 1, "--ckpt-freq", 5)
+LONG += ("--num-epochs", 3, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 20)
+LONG += ("--init", "pretrained")  # whose dropout has to be on from the first step
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +229,7 @@ def stopped(local, tmp_path_factory):
     quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     job = launch.start(llm(local, *LONG, nproc=2), folder, **quiet)
     wait_for(job, lambda output: "Step 57/" in output)
-    workers = [int(pid) for path in map(Path, ["/proc"]) for pid in descendants(job.pid)]
+    workers = descendants(job.pid)
     job.send_signal(signal.SIGTERM)
     status, output = launch.finish(job, 30)
     return folder / "outputs" / "default", status, output, workers
@@ -275,6 +276,42 @@ def test_resumed_run_ends_as_an_unbroken_one(local, tmp_path, stopped, unbroken,
         assert max(difference) < 0.05
 
 
+def test_newest_snapshot_of_any_machine_wins(local, tmp_path, stopped, unbroken):
+    """Two machines with a disk each: one has the newest, the other only the one before."""
+    for name in "ab":
+        shutil.copytree(stopped[0].parent, tmp_path / name / "outputs")
+    newest_of_b = max(Path("b/outputs/default/snapshots").glob("step-*.pt"))
+    newest_of_b.unlink()
+    endpoint = f"localhost:{launch.free_port()}"
+    names = ("--model-name", local / "gpt2", "--dataset-name", local / "text.txt")
+    command = launch.agent(endpoint, *names, *LONG, script=LLM)
+    nodes = [launch.start(command, tmp_path / name) for name in "ab"]
+    ended = [launch.finish(node) for node in nodes]
+    assert [status for status, _ in ended] == [0, 0], ended
+    step = int(newest_of_b.stem[5:])
+    assert f"Resuming training from snapshot at Step {step}\n" in "".join(log for _, log in ended)
+    (folder,) = [path.parent for path in tmp_path.glob("*/outputs/default/final")]
+    torch.testing.assert_close(newest(folder), newest(unbroken), rtol=0, atol=0)
+
+
+def test_going_back_to_a_step(local, tmp_path, stopped):
+    """--resume STEP goes on from there, and what came later is not the newest any more."""
+    shutil.copytree(stopped[0], tmp_path / "outputs" / "default")
+    earlier, later = sorted(Path("outputs/default/snapshots").glob("step-*.pt"))
+    step = int(earlier.stem[5:])
+    options = (*LONG, "--batch-size", 6, "--max-steps", step + 1)
+    with open("outputs/default/metrics.jsonl", "a") as file:
+        file.write('{"timestamp": 17')  # as of a run that was killed
+    output = launch.run(llm(local, *options, "--resume", step))
+    assert f"Resuming training from snapshot at Step {step}\n" in output
+    assert "There is no" not in output
+    names = {path.name for path in Path("outputs/default/snapshots").iterdir()}
+    later_name = later.with_suffix(".unused").name
+    assert names == {earlier.name, f"step-{step + 1:08}.pt", later_name}
+    output = launch.run(llm(local, *options, "--seq-length", 16), status=2)
+    assert "other data or with another --seq-length" in output.splitlines()[-1]
+
+
 def test_every_sequence_is_seen_once_in_an_epoch_on_any_number_of_ranks(monkeypatch):
     """What the ranks read together in a step depends on seed, step and global batch size alone."""
     length, together = 133, 12
@@ -310,13 +347,15 @@ def test_damaged_newest_snapshot_is_told_and_the_one_before_is_used(local, tmp_p
     os.truncate(last, last.stat().st_size // 2)
     options = (*LONG, "--batch-size", 6, "--max-steps", int(reserve.stem[5:]))
     output = launch.run(llm(local, *options))
-    assert output.count("WARNING") == 1 and f"{last.name} cannot be used" in output
+    assert output.count("WARNING") == 1 and f"{last.name} is damaged" in output
     assert f"Resuming training from snapshot at Step {int(reserve.stem[5:])}\n" in output
-    os.truncate(reserve, 100)
-    sizes = [path.stat().st_size for path in (last, reserve)]
+    assert not last.exists() and last.with_suffix(".unused").exists()
+    before = reserve.read_bytes()[:100]
+    reserve.write_bytes(before)
     output = launch.run(llm(local, *options), status=2)
-    assert output.splitlines()[-1].startswith(f"ERROR: outputs/default/snapshots/{last.name}")
-    assert [path.stat().st_size for path in (last, reserve)] == sizes
+    error = output.splitlines()[-1]
+    assert error.startswith(f"ERROR: {reserve} is damaged") and "Move it away" in error
+    assert reserve.read_bytes() == before
 
 
 def test_cold_cache_is_made_once_and_a_cut_off_one_again(local, tmp_path):
@@ -330,6 +369,22 @@ def test_cold_cache_is_made_once_and_a_cut_off_one_again(local, tmp_path):
     os.truncate(tokens, len(whole) // 2)
     output = launch.run(llm(local, "--max-steps", 1, "--experiment-name", "c"))
     assert output.count("Tokenised") == 1 and tokens.read_bytes() == whole
+
+
+def test_folder_as_a_clone_of_the_hub_has_it(local, tmp_path):
+    """Of a folder with a card, hidden files and parquet, the rows with a text are read."""
+    import pyarrow
+    import pyarrow.parquet
+
+    (tmp_path / "data" / ".git").mkdir(parents=True)
+    (tmp_path / "data" / ".git" / "config").write_text("hidden")
+    (tmp_path / "data" / "README.md").write_text("a card")
+    table = pyarrow.table({"url": ["http://a", "http://b"], "text": [None, "the text"]})
+    pyarrow.parquet.write_table(table, tmp_path / "data" / "train.parquet")
+    assert list(train_llm.read_documents("data", None)) == ["the text"]
+    long = "a line\n" * 9
+    assert "".join(piece for piece, _ in train_llm.cut([long, ""], 16)) == long
+    assert [end for _, end in train_llm.cut([long, ""], 16)] == [False] * 4 + [True] * 2
 
 
 def test_default_run_writes_a_sample(tmp_path):
@@ -350,6 +405,16 @@ def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     job.send_signal(signal.SIGUSR1)
     status, output = launch.finish(job, 20)
     assert status == 128 + signal.SIGUSR1 and "SIGUSR1: saved at step" in output, output
+    assert "Traceback" not in output
+
+    job = launch.start(llm(local, *LONG, "--batch-size", 6, "--max-steps", 10**6))
+    wait_for(job, lambda output: "Resuming" in output and "Step 20/" in output)
+    job.send_signal(signal.SIGSTOP)  # so that it cannot be faster than the second signal
+    job.send_signal(signal.SIGTERM)
+    job.send_signal(signal.SIGTERM)
+    job.send_signal(signal.SIGCONT)
+    status, output = launch.finish(job, 20)
+    assert status == 128 + signal.SIGTERM and "SIGTERM: saved at step" in output, "two at once"
 
 
 def test_loss_that_is_not_a_number_stops_the_run(local, tmp_path):
@@ -402,7 +467,7 @@ def test_full_disk_is_told_in_one_line_and_the_last_snapshot_stays(local, tmp_pa
     command = llm(local, *LONG, "--batch-size", 6)
     output = launch.run(["bash", "-c", f"ulimit -f 300; exec {shlex.join(command)}"], status=2)
     error = output.splitlines()[-1]
-    assert re.match(r"ERROR: cannot save in outputs/default \(.*File too large", error), output
+    assert re.match("ERROR: cannot save in outputs/default: .*File too large", error), output
     assert "Traceback" not in output
     assert not list(Path("outputs/default/snapshots").glob("step-*"))
 
@@ -410,7 +475,7 @@ def test_full_disk_is_told_in_one_line_and_the_last_snapshot_stays(local, tmp_pa
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_compiled_bfloat16_on_gpus_learns_what_the_cpu_learns(local, tmp_path, nproc):
-    """On one and two GPUs: compiled, in bfloat16, and every loss near that of the CPU in float32."""
+    """On one and two GPUs: compiled, in bfloat16, and each loss near that of the CPU in float32."""
     options = (*LONG, "--dropout", 0, "--batch-size", 3)
     output = launch.run(llm(local, *options, nproc=nproc), 300)
     assert "Matrix products: bfloat16 | Compiled: yes" in output
@@ -423,7 +488,7 @@ def test_compiled_bfloat16_on_gpus_learns_what_the_cpu_learns(local, tmp_path, n
 
 @pytest.mark.gpu(2)
 def test_resumed_run_on_gpus_ends_as_an_unbroken_one(local, tmp_path):
-    """SIGTERM to a job on two GPUs with dropout: resumed, it ends with the weights of an unbroken."""
+    """SIGTERM to a job on two GPUs with dropout: resumed, it ends with the unbroken weights."""
     options = (*LONG, "--num-epochs", 20)
     job = launch.start(llm(local, *options, nproc=2))
     wait_for(job, lambda output: "Step 57/" in output, 300)
