@@ -1,26 +1,26 @@
 """Measure train_llm.py on GPT-2's architecture, side by side with bare loops, in one run.
 
-Run:  python benchmarks/llm_speed.py                      every row, on all GPUs of the machine
-      python benchmarks/llm_speed.py --only bare script   some of them
+Run:  python benchmarks/llm_speed.py                     every row, on one and on all GPUs
+      python benchmarks/llm_speed.py --only nano script  some of them
 
-Sequences of 1024 random tokens, 64 in a batch, 4 batches accumulated in a step, bfloat16. Rows take
-turns, --rounds times; a row shows the median and, in brackets, all rounds. MFU is 6 N + 12 L H Q T
-operations a token against the peak of the GPU (train_llm.flops_per_token and PEAK_TFLOPS).
+Sequences of 1024 random tokens, 64 in a batch, bfloat16; a step has 4 batches or, where it says so,
+one. MFU is 6 N + 12 L H Q T operations a token against the peak of the GPU, as in train_llm.py.
 
 nano     A bare loop around a model of 40 lines of plain PyTorch, torch.compile over model and loss.
 plain    A bare loop around transformers' GPT-2 as it comes, torch.compile over model and loss.
-bare     A bare loop around the compiled model, loss and optimizer of train_llm.py: no DDP, no data,
-         no report.
-script   train_llm.py itself, as its own log says: what it adds to `bare` is its overhead.
-medium   The same with GPT-2 350M, 32 in a batch.
-gpus     The same on all GPUs, with accumulation 4 and 1, against one GPU of the same machine.
+script   One process takes turns: the steps of train_llm.py with all that belongs to them (data,
+         DDP, agreement, report), and a bare loop around the same compiled model and loss and the
+         same optimizer. The ratio is the script's overhead. Then the same on all GPUs.
+medium   The same with GPT-2 350M, 32 in a batch, on one GPU.
 save     Seconds that a step waits for a snapshot, against torch.save of the same state; the speed
          of the steps while the file is written; and reading it with and without mmap.
-start    Seconds from the start of the script to its first step, with a cold and a warm cache.
+start    Seconds from the start of the script to the end of its first step, with a cold and a warm
+         compile cache.
 """
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
@@ -39,7 +40,6 @@ sys.path.insert(0, str(ROOT))
 
 LENGTH, ACCUMULATION = 1024, 4
 SIZES = {"gpt2": (12, 768, 12, 64), "medium": (24, 1024, 16, 32)}  # layers, width, heads, batch
-STEPS = 20
 
 
 class Block(nn.Module):
@@ -76,39 +76,23 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
 
-def bare_loop(kind, size, folder):
-    """Print tokens per second of a plain loop. Runs in a process of its own."""
-    layers, width, heads, batch_size = SIZES[size]
+def bare_loop(kind, folder, rounds):
+    """Print the speed of a plain loop. Runs in a process of its own."""
+    import train_llm
+
+    layers, width, heads, batch_size = SIZES["gpt2"]
     device = torch.device("cuda")
     torch.manual_seed(0)
     if kind == "nano":
         model = Nano(layers, width, heads).to(device)
         optimizer = adamw(model)
-    elif kind == "plain":
+    else:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(folder / size)
+        config = AutoConfig.from_pretrained(folder / "gpt2")
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
         model = AutoModelForCausalLM.from_config(config).to(device)
         optimizer = adamw(model)
-    else:
-        import train_llm
-
-        arguments = argparse.Namespace(
-            seed=0,
-            tokenizer_name=str(folder / size),
-            model_name=str(folder / size),
-            seq_length=LENGTH,
-            dropout=None,
-            init="fresh",
-            dtype="bfloat16",
-            lr=6e-4,
-            weight_decay=0.1,
-        )
-        _, model, optimizer = train_llm.load_train_objs(arguments)
-        model.to(device).compile()
-        fused = torch.compile(train_llm.cross_entropy, options={"use_fast_math": True})
-        scale = torch.full((), 1 / (ACCUMULATION * batch_size * LENGTH), device=device)
 
     @torch.compile
     def loss_of(source, targets):
@@ -117,39 +101,34 @@ def bare_loop(kind, size, folder):
         )
         return F.cross_entropy(output.flatten(0, 1), targets.flatten()) / ACCUMULATION
 
-    def batch():
-        rows = torch.randint(0, 50257, (batch_size, LENGTH + 1), device=device)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    batches = [batch() for _ in range(2 * ACCUMULATION)]
+    rows = torch.randint(0, 50257, (2 * ACCUMULATION, batch_size, LENGTH + 1), device=device)
 
     def step():
-        for source, targets in batches[:ACCUMULATION]:
+        for row in rows[torch.randperm(len(rows))[:ACCUMULATION]]:
             with torch.autocast("cuda", torch.bfloat16):
-                if kind == "bare":
-                    logits = model(input_ids=source, use_cache=False).logits
-                else:
-                    loss = loss_of(source, targets)
-            if kind == "bare":
-                _, gradient = fused(logits.detach(), targets, 50257, scale)
-                logits.backward(gradient)
-            else:
-                loss.backward()
+                loss = loss_of(row[:, :-1], row[:, 1:])
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        batches.extend(batches[:ACCUMULATION])
-        del batches[:ACCUMULATION]
 
     for _ in range(4):
         step()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    torch.cuda.synchronize()
-    tokens = STEPS * ACCUMULATION * batch_size * LENGTH
-    print("tokens/s", tokens / (time.perf_counter() - begin))
+    speeds = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(16):
+            step()
+        torch.cuda.synchronize()
+        speeds.append(16 * ACCUMULATION * batch_size * LENGTH / (time.perf_counter() - begin))
+    parameters = 50257 * width + layers * (12 * width + 13) * width + 2 * width
+    peak = train_llm.peak_flops(device) or math.nan
+    print_speed(
+        f"{kind}: gpt2, 1 GPU, accumulation {ACCUMULATION}",
+        speeds,
+        peak / (6 * parameters + 12 * layers * width * LENGTH),
+    )
 
 
 def prepare(folder):
@@ -167,105 +146,165 @@ def prepare(folder):
     (folder / "text.txt").write_text(" ".join(map(str, numbers)))
 
 
-def run_script(folder, size="gpt2", processes=1, accumulation=ACCUMULATION, log_freq=10, **env):
-    """Run train_llm.py; return the rows of its log, and when it was started."""
-    batch_size = SIZES[size][3]
-    shutil.rmtree(folder / "outputs" / "default", ignore_errors=True)
-    command = [sys.executable, ROOT / "train_llm.py"]
+def options(folder, size):
+    names = ["--model-name", str(folder / size), "--dataset-name", str(folder / "text.txt")]
+    return [*names, "--batch-size", str(SIZES[size][3]), "--save-dir", str(folder / "outputs")]
+
+
+def run(command, **env):
+    """Run a child and show what it prints, as it comes."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
+    subprocess.run(list(map(str, command)), env=env, timeout=500, check=True)
+
+
+def child(*args, processes=1):
+    launcher = [sys.executable]
     if processes > 1:
-        options = ("--standalone", f"--nproc-per-node={processes}")
-        command[1:1] = ["-m", "torch.distributed.run", *options]
-    command += ["--model-name", folder / size, "--dataset-name", folder / "text.txt"]
-    command += ["--batch-size", batch_size]
-    command += ["--global-batch-size", batch_size * processes * accumulation]
-    command += ["--max-steps", STEPS + 10, "--log-freq", log_freq, "--eval-freq", 10**6]
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes))), **env}
-    begin = time.time()
-    run(command, folder, env)
-    log = folder / "outputs" / "default" / "metrics.jsonl"
-    rows = map(json.loads, log.read_text().splitlines())
-    return [row for row in rows if "train/loss" in row], begin
-
-
-def run(command, folder, env):
-    env = os.environ | {"OMP_NUM_THREADS": "1"} | env
-    command = list(map(str, command))
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=400)
-    if done.returncode:
-        sys.exit(done.stdout + done.stderr)
-    return done.stdout
-
-
-def script_speed(folder, size="gpt2", processes=1, accumulation=ACCUMULATION):
-    """Tokens per second, without the first ten steps."""
-    rows, _ = run_script(folder, size, processes, accumulation)
-    parts = {key: value for key, value in rows[-2].items() if key.startswith("time/")}
-    print("      ", " ".join(f"{key[5:]} {value:.2%}" for key, value in parts.items()), end=" ")
-    print(f"memory {rows[-2]['train/memory_gib']:.1f} GiB", flush=True)
-    return statistics.median(row["train/tokens_per_second"] for row in rows[1:])
-
-
-def bare_speed(kind, folder, size="gpt2"):
-    command = [sys.executable, __file__, "--bare", kind, "--size", size, "--folder", folder]
-    return float(run(command, folder, {"CUDA_VISIBLE_DEVICES": "0"}).rpartition("tokens/s")[2])
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    run([*launcher, __file__, *args], CUDA_VISIBLE_DEVICES=",".join(map(str, range(processes))))
 
 
 def start_row(folder):
-    """Seconds to the end of the first step, of which the report comes right after it."""
+    """The first report comes right after the first step; then the script is told to leave."""
+    log = folder / "outputs" / "start" / "metrics.jsonl"
+    command = [sys.executable, ROOT / "train_llm.py", *options(folder, "gpt2"), "--log-freq", "1"]
+    command += ["--experiment-name", "start"]
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = "0"
     for cache in "cold", "warm":
-        cached = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-        rows, begin = run_script(folder, log_freq=1, **cached)
-        print(f"start    {cache} compile cache: {rows[0]['timestamp'] - begin:6.1f} s", flush=True)
+        shutil.rmtree(log.parent, ignore_errors=True)
+        begin = time.time()
+        with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL) as script:
+            while not (log.exists() and log.read_text().endswith("\n")) and script.poll() is None:
+                time.sleep(0.1)
+            script.terminate()
+        first = json.loads(log.read_text().splitlines()[0])
+        print(f"start    {cache} compile cache: {first['timestamp'] - begin:6.1f} s", flush=True)
 
 
-def save_rows(folder):
-    """Run in this process: stall of a snapshot, steps while it is written, time to read it."""
-    import train_llm
+class Inside:
+    """A Trainer of train_llm.py, and the steps that it makes, timed in this process."""
 
-    os.chdir(folder)
-    shutil.rmtree("outputs/default", ignore_errors=True)
-    on_gpu = torch.cuda.is_available()
-    sys.argv[1:] = ["--model-name", "gpt2", "--dataset-name", "text.txt", "--max-steps", "1000"]
-    sys.argv += ["--batch-size", "64"] if on_gpu else ["--batch-size", "1", "--seq-length", "32"]
-    trainer = train_llm.build_trainer(train_llm.parse_args())
-    trainer.bar = train_llm.tqdm(disable=True)
-    trainer.batches = iter(trainer.train_data)
+    def __init__(self, folder, size):
+        import train_llm
 
-    def seconds(work, repeat=1):
-        synchronize()
+        self.batch_size = SIZES[size][3]
+        sys.argv[1:] = [*options(folder, size), "--log-freq", "5", "--max-steps", "10000"]
+        sys.argv += ["--experiment-name", f"{size}-{time.time()}"]
+        with redirect_stdout(sys.stderr):
+            self.trainer = train_llm.build_trainer(train_llm.parse_args())
+        self.trainer.bar = train_llm.tqdm(disable=True)
+        self.trainer.bar.write = lambda line: None
+        self.device, self.processes = self.trainer.device, train_llm.dist.get_world_size()
+        self.peak = (train_llm.peak_flops(self.device) or math.nan) / self.trainer.flops_per_token
+
+    def begin(self, accumulation):
+        sampler = self.trainer.train_data.batch_sampler
+        sampler.global_batch_size = self.batch_size * self.processes * accumulation
+        sampler.first_step = self.trainer.steps_run
+        self.trainer.batches = iter(self.trainer.train_data)
+        self.steps(3)  # so that the first of those that count finds its data
+
+    def steps(self, number):
+        """As in Trainer.train."""
+        trainer = self.trainer
+        for _ in range(number):
+            trainer._run_step(trainer.steps_run)
+            trainer.steps_run += 1
+            trainer.bar.update()
+            trainer._agree()
+            if trainer.steps_run % trainer.args.log_freq == 0:
+                trainer._not_finite()
+                trainer._report()
+
+    def bare(self, number, accumulation):
+        """The same model, loss and optimizer without DDP, data, agreement and report."""
+        trainer = self.trainer
+        model, optimizer = trainer.model.module, trainer.optimizer
+        shape = (accumulation, self.batch_size, LENGTH + 1)
+        rows = torch.randint(0, 50257, shape, device=self.device)
+        scale = torch.full((), 1 / rows[:, :, 1:].numel(), device=self.device)
+        for _ in range(number):
+            for row in rows:
+                with torch.autocast(self.device.type, torch.bfloat16):
+                    logits = model(input_ids=row[:, :-1], use_cache=False).logits
+                targets = row[:, 1:]
+                _, gradient = trainer.loss(logits.detach(), targets, trainer.vocab_size, scale)
+                logits.backward(gradient)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    def seconds(self, work, *args):
+        self.synchronize()
         begin = time.perf_counter()
-        for _ in range(repeat):
-            work()
-        synchronize()
-        return (time.perf_counter() - begin) / repeat
+        work(*args)
+        self.synchronize()
+        return time.perf_counter() - begin
 
-    def synchronize():
-        if on_gpu:
-            torch.cuda.synchronize()
+    def synchronize(self):
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
-    def step():
-        trainer._run_step(trainer.steps_run)
-        trainer.steps_run += 1
-        trainer._agree()
+
+def script_rows(folder, size, rounds, number=16):
+    inside = Inside(folder, size)
+    for accumulation in ACCUMULATION, 1:
+        inside.begin(accumulation)
+        found = {"script": [], "bare": []}
+        count = number * ACCUMULATION // accumulation
+        tokens = count * accumulation * inside.batch_size * LENGTH
+        for _ in range(rounds):
+            found["script"].append(tokens / inside.seconds(inside.steps, count))
+            if inside.processes == 1:
+                if not found["bare"]:
+                    inside.bare(2, accumulation)
+                found["bare"].append(tokens / inside.seconds(inside.bare, count, accumulation))
+        if inside.trainer.rank == 0:
+            where = f"{size}, {inside.processes} GPU, accumulation {accumulation}"
+            for name, speeds in found.items():
+                if speeds:
+                    print_speed(f"{name}: {where}", speeds, inside.peak)
+            log = (inside.trainer.folder / "metrics.jsonl").read_text().splitlines()
+            parts = {key: part for key, part in json.loads(log[-1]).items() if "time/" in key}
+            print(
+                "        ",
+                " ".join(f"{key[5:]} {part:.2%}" for key, part in parts.items()),
+                end=" ",
+            )
+            print(f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
+        del inside.trainer.batches
+    return inside
+
+
+def print_speed(name, speeds, peak):
+    """`peak` in tokens per second."""
+    speed = statistics.median(speeds)
+    rounds = ", ".join(f"{each:,.0f}" for each in speeds)
+    print(f"{name:44} {speed:9,.0f} tokens/s a GPU, MFU {speed / peak:.2%} ({rounds})", flush=True)
+
+
+def save_rows(inside):
+    trainer, folder = inside.trainer, inside.trainer.folder
+    inside.begin(1)
+    alone = inside.seconds(inside.steps, 10) / 10
+    first = inside.seconds(trainer._save, True, [])
+    plain, stall, busy = [], [], []
 
     def plain_save():
         model, optimizer = trainer.model.module.state_dict(), trainer.optimizer.state_dict()
-        with open("plain.pt", "wb") as file:
+        with open(folder / "plain.pt", "wb") as file:
             torch.save({"model": model, "optimizer": optimizer}, file)
             file.flush()
             os.fsync(file.fileno())
 
-    seconds(step, 3)
-    alone = seconds(step, 10)
-    first = seconds(lambda: trainer._save(True, []))
-    plain, stall, busy = [], [], []
     for _ in range(3):
         trainer.writing.result()
-        plain.append(seconds(plain_save))
-        stall.append(seconds(lambda: trainer._save(True, [])))
+        plain.append(inside.seconds(plain_save))
+        stall.append(inside.seconds(trainer._save, True, []))
         begin, steps = time.perf_counter(), 0
         while not trainer.writing.done():
-            seconds(step)
+            inside.seconds(inside.steps, 1)
             steps += 1
         busy.append((time.perf_counter() - begin) / max(steps, 1))
     plain, stall, busy = map(statistics.median, (plain, stall, busy))
@@ -276,8 +315,8 @@ def save_rows(folder):
         torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
     load(False)
-    read = statistics.median(seconds(lambda: load(False)) for _ in range(5))
-    mapped = statistics.median(seconds(lambda: load(True)) for _ in range(5))
+    read = statistics.median(inside.seconds(load, False) for _ in range(5))
+    mapped = statistics.median(inside.seconds(load, True) for _ in range(5))
     print(f"save     {size:.2f} GiB: torch.save {plain:.3f} s, a step waits {stall:.3f} s", end=" ")
     print(f"({stall / plain:.3f} of it; the first time, which makes buffers, {first:.3f} s)")
     print(f"         a step takes {alone:.3f} s, while the file is written {busy:.3f} s", end=" ")
@@ -290,64 +329,38 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    rows = ("nano", "plain", "bare", "script", "medium", "gpus", "save", "start")
+    rows = ("nano", "plain", "script", "medium", "save", "start")
     parser.add_argument("--only", nargs="+", choices=rows, default=rows)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--bare", help=argparse.SUPPRESS)  # a child of this program
-    parser.add_argument("--size", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    for name in ("--child", "--size", "--folder"):  # how this program starts itself
+        parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.bare:
-        return bare_loop(args.bare, args.size, args.folder)
+    if args.child in ("nano", "plain"):
+        return bare_loop(args.child, Path(args.folder), args.rounds)
+    if args.child:
+        inside = script_rows(Path(args.folder), args.size, args.rounds)
+        if args.child == "save" and inside.processes == 1:
+            save_rows(inside)
+        inside.trainer = None
+        return torch.distributed.destroy_process_group()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         print(f"torch {torch.__version__}, {torch.cuda.device_count()} x", end=" ", flush=True)
         print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", flush=True)
+        common = ["--folder", folder, "--rounds", args.rounds]
         if "start" in args.only:
             start_row(folder)
-        measure(args, folder)
-        if "save" in args.only:
-            save_rows(folder)
-
-
-def measure(args, folder):
-    gpus = torch.cuda.device_count()
-    ways = {
-        "nano": lambda: bare_speed("nano", folder),
-        "plain": lambda: bare_speed("plain", folder),
-        "bare": lambda: bare_speed("bare", folder),
-        "script": lambda: script_speed(folder),
-    }
-    ways = {name: way for name, way in ways.items() if name in args.only}
-    if "gpus" in args.only:
-        for accumulation in ACCUMULATION, 1:
-            for count in 1, gpus:
-                name = f"{count} GPUs, accumulation {accumulation}"
-                ways[name] = lambda n=count, a=accumulation: script_speed(folder, "gpt2", n, a) / n
-    speeds = {name: [] for name in ways}
-    for _ in range(args.rounds):
-        for name, way in ways.items():
-            speeds[name].append(way())
-            print(f"{name:24} {speeds[name][-1]:9,.0f} tokens/s a GPU", flush=True)
-    if "medium" in args.only:
-        speeds["medium"] = [script_speed(folder, "medium")]
-    print("\nmedian of the rounds, tokens/s a GPU")
-    for name, found in speeds.items():
-        mfu = statistics.median(found) * operations(name) / peak()
-        print(f"{name:24} {statistics.median(found):9,.0f}  MFU {mfu:.2%}  {[*map(round, found)]}")
-
-
-def operations(name):
-    layers, width, _, _ = SIZES["medium" if name == "medium" else "gpt2"]
-    parameters = 50257 * width + layers * (12 * width + 13) * width + 2 * width
-    return 6 * parameters + 12 * layers * width * LENGTH
-
-
-def peak():
-    import train_llm
-
-    return train_llm.peak_flops(torch.device("cuda", 0)) or float("nan")
+        for kind in "nano", "plain":
+            if kind in args.only:
+                child("--child", kind, *common)
+        if "script" in args.only or "save" in args.only:
+            child("--child", "save", "--size", "gpt2", *common)
+            gpus = torch.cuda.device_count()
+            if "script" in args.only and gpus > 1:
+                child("--child", "script", "--size", "gpt2", *common, processes=gpus)
+        if "medium" in args.only:
+            child("--child", "script", "--size", "medium", *common)
 
 
 if __name__ == "__main__":
