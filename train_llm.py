@@ -7,6 +7,7 @@ Pre-train GPT-2 from fresh weights (several machines: with the options of multin
   --experiment-name gpt2-openwebtext-A100 --dataset-name Skylion007/openwebtext
   --model-name openai-community/gpt2 --batch-size 64
 Fine-tune: the same with
+  --experiment-name gpt-neo-imdb-A100
   --model-name EleutherAI/gpt-neo-1.3B --dataset-name stanfordnlp/imdb --init pretrained
 
 A name is one of the Hugging Face hub, or local. A model: a folder, or a config.json. A dataset: a
@@ -27,6 +28,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import uuid
@@ -132,8 +134,7 @@ def exit_on(problem: str | None):
 
 def explain(error: BaseException) -> str:
     """The beginning of what an error says, and its kind."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{' '.join(lines[:2])[:300]} ({type(error).__name__})"
+    return f"{textwrap.shorten(str(error), 240, placeholder=' …')} ({type(error).__name__})"
 
 
 def patiently(option, name, work, *args):
@@ -290,7 +291,9 @@ def cache_folder(args, tokenizer) -> Path:
         for file, stat in stats
         if saved not in file.parents  # what this script has written
     ]
-    return saved / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+    return (
+        Path(args.save_dir) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
+    )
 
 
 def load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]:
@@ -575,11 +578,11 @@ class Trainer:
         self.total_steps = args.max_steps or args.num_epochs * sampler.steps_per_epoch
         self.warmup_steps = args.warmup_steps
         if self.warmup_steps is None:
-            self.warmup_steps = min(self.total_steps // 20, 2000)
+            self.warmup_steps = min(self.total_steps // 10, 2000)
         if self.rank != 0:
             return
         sequences, length = sampler.global_batch_size, args.seq_length
-        count = sum(parameter.numel() for parameter in self.model.parameters())
+        count = sum(parameter.numel() for parameter in self.exported.parameters())
         epochs = self.total_steps / sampler.steps_per_epoch
         print(
             f"Model: {args.model_name} | Parameters: {count:,} | Weights: {args.init}"
@@ -649,10 +652,10 @@ class Trainer:
         for step, norm in enumerate(norms, self.steps_run - len(norms) + 1):
             if not math.isfinite(norm):
                 self.writing.result()  # one may be on its way to the disk
-                good = next(iter(self._snapshots()), "there is none")
-                advice = "go on from there with a lower --lr"
+                good = next(iter(self._snapshots()), "none")
+                advice = "lower --lr or --clip-norm"
                 return (
-                    f"the gradient of step {step} is {norm}. Last good snapshot: {good}; {advice}"
+                    f"the gradient of step {step} is {norm}: {advice}. Last good snapshot: {good}"
                 )
         return None
 
@@ -822,7 +825,7 @@ class Trainer:
                 name = snapshot["name"]
                 break
             except Exception as error:
-                unusable.append(f"{path} is damaged or does not fit: {explain(error)}")
+                unusable.append(f"{path} cannot be used: {explain(error)}")
         if unusable and name is None:
             problem = f"{unusable[0]}. Move it away, or choose another --experiment-name"
         exit_on(problem)
@@ -979,7 +982,7 @@ def load_train_objs(args):
     torch.manual_seed(args.seed)  # the same initial weights in every run and process
     tokenizer = load_tokenizer(args.tokenizer_name)  # load your tokenizer
     if args.model_name == "byte-gpt":  # load your model
-        sizes = {"n_layer": 4, "n_embd": 192, "n_head": 4, "n_positions": 256, "vocab_size": 257}
+        sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
         config = GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
     else:
         config = AutoConfig.from_pretrained(args.model_name)
@@ -1108,26 +1111,20 @@ def sample(folder: Path, device: torch.device, seed: int) -> str:
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
-def explain_out_of_memory(args):
+def explain_out_of_memory(error, args):
     """Say what to lower when a GPU has not enough memory, and end the job."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     time.sleep(5 * dist.get_node_local_rank())  # one tells it, then torchrun ends those who wait
-    size = args.batch_size
-    advice = f"--seq-length {args.seq_length // 2}, or a smaller model"
+    size, together = args.batch_size, args.global_batch_size
+    advice = f"--seq-length {args.seq_length // 2} or a smaller model"
     if size > 1:
         half = max(divisor for divisor in range(1, size) if size % divisor == 0)
-        together = args.global_batch_size or size * dist.get_world_size()
         advice = (
             f"--batch-size {half} --global-batch-size {together} (the same steps, in more passes)"
         )
-    total = torch.cuda.get_device_properties().total_memory / 2**30
-    print(
-        f"ERROR: {size} sequences of {args.seq_length} tokens do not fit in the {total:.0f} GiB of"
-        f" the GPU of rank {dist.get_rank()}. Try {advice}",
-        file=sys.stderr,
-        flush=True,
-    )
+    what = f"{size} sequences of {args.seq_length} tokens do not fit on rank {dist.get_rank()}"
+    print(f"ERROR: {what}: {explain(error)} Try {advice}", file=sys.stderr, flush=True)
     os._exit(2)  # the others wait for this process, so there is no orderly end
 
 
@@ -1154,7 +1151,9 @@ def parse_args():
     option("--num-epochs", type=int, default=1, help="how often to go through the data (1)")
     option("--max-steps", type=int, help="train so many steps, whatever --num-epochs is")
     option("--lr", type=float, help="highest learning rate (from the model's width, or 5e-5)")
-    option("--warmup-steps", type=int, help="of a rising learning rate (5 %% of all, up to 2000)")
+    option(
+        "--warmup-steps", type=int, help="of a rising learning rate (a tenth of all, up to 2000)"
+    )
     option("--weight-decay", type=float, default=0.1, help="of matrices (0.1)")
     option("--clip-norm", type=float, default=1.0, help="longest gradient, 0: any (1.0)")
     option("--dropout", type=float, help="probability (0; for pretrained weights the model's own)")
@@ -1230,8 +1229,8 @@ def main(args):
         trainer = build_trainer(args)
         trainer.start_wandb(args)
         stop, problem = trainer.train()
-    except torch.OutOfMemoryError:
-        explain_out_of_memory(args)
+    except torch.OutOfMemoryError as error:
+        explain_out_of_memory(error, args)
     device, folder = trainer.device, trainer.folder / "final"
     del trainer  # DDP has to go before the group that it talks through
     exit_on(problem)

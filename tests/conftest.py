@@ -1,3 +1,4 @@
+import json
 from functools import cache
 
 import launch
@@ -29,3 +30,33 @@ def unbroken(tmp_path_factory):
         return folder / "snapshot.pt"
 
     return unbroken
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory):
+    """A folder with two tiny models and three data sets, as the hub's in kind."""
+    import pyarrow
+    import pyarrow.parquet
+    import train_llm
+    from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig
+
+    folder = tmp_path_factory.mktemp("local")
+    tokenizer = train_llm.load_tokenizer("bytes")
+    sizes = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
+    gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **sizes)
+    types = [[["global", "local"], 1]]
+    neo = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "window_size": 8}
+    neo = GPTNeoConfig(**neo, max_position_embeddings=32, attention_types=types, **sizes)
+    for name, config in (("gpt2", gpt2), ("gpt-neo", neo)):
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    texts = [
+        f"the quick brown fox jumps over the lazy dog, and {number} more of them follow it. " * 3
+        for number in range(40)
+    ]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "openwebtext.parquet")
+    rows = [json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(texts)]
+    (folder / "imdb.jsonl").write_text("\n".join(rows))
+    (folder / "text.txt").write_text("".join(texts))
+    return folder

@@ -16,37 +16,11 @@ import torch
 from launch import LLM, wait_for
 from test_failures import gone
 from test_wandb import QUIET, read_runs
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPTNeoConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 import train_llm
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # or every test of an unknown name waits for the network
-SENTENCE = "the quick brown fox jumps over the lazy dog, and {} more of them follow it. "
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    """A folder with two tiny models and three data sets, as the hub's in kind."""
-    import pyarrow
-    import pyarrow.parquet
-
-    folder = tmp_path_factory.mktemp("local")
-    tokenizer = train_llm.load_tokenizer("bytes")
-    sizes = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
-    gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **sizes)
-    types = [[["global", "local"], 1]]
-    neo = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "window_size": 8}
-    neo = GPTNeoConfig(**neo, max_position_embeddings=32, attention_types=types, **sizes)
-    for name, config in (("gpt2", gpt2), ("gpt-neo", neo)):
-        torch.manual_seed(1)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    texts = [SENTENCE.format(number) * 3 for number in range(40)]
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "openwebtext.parquet")
-    rows = [json.dumps({"text": text, "label": number % 2}) for number, text in enumerate(texts)]
-    (folder / "imdb.jsonl").write_text("\n".join(rows))
-    (folder / "text.txt").write_text("".join(texts))
-    return folder
 
 
 def llm(local, *args, nproc=None, model="gpt2", data="text.txt"):
@@ -112,7 +86,7 @@ def test_pretraining_command(local, tmp_path):
 
     model = AutoModelForCausalLM.from_pretrained(folder / "final")
     tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    text = SENTENCE.format("é 日本")
+    text = "the quick brown fox (é 日本)\n\tjumps"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     snapshot = newest(folder)
     assert not any(name.startswith(("module.", "_orig_mod.")) for name in snapshot["model"])
@@ -127,16 +101,17 @@ def test_pretraining_command(local, tmp_path):
 
 def test_finetuning_command(local, tmp_path):
     """The second named command starts from the weights in the folder and goes on from there."""
-    text = " ".join(train_llm.__doc__.split())
-    (options,) = re.findall(
-        r"--model-name \S*gpt-neo\S* --dataset-name \S+ --init pretrained", text
-    )
+    text = " ".join(train_llm.__doc__.split()).partition("Fine-tune: the same with ")[2]
+    (options,) = re.findall(r"--experiment-name.* --init pretrained", text)
     options = options.replace("EleutherAI/gpt-neo-1.3B", str(local / "gpt-neo"))
     options = options.replace("stanfordnlp/imdb", str(local / "imdb.jsonl"))
     output = launch.run(launch.torchrun(LLM, *shlex.split(options), "--max-steps", 1, "--lr", 0))
-    assert "Weights: pretrained" in output and "Model saved at outputs/default/best" in output
+    assert (
+        "Weights: pretrained" in output
+        and "Model saved at outputs/gpt-neo-imdb-A100/best" in output
+    )
     before = AutoModelForCausalLM.from_pretrained(local / "gpt-neo").state_dict()
-    after = AutoModelForCausalLM.from_pretrained(tmp_path / "outputs/default/final").state_dict()
+    after = AutoModelForCausalLM.from_pretrained("outputs/gpt-neo-imdb-A100/final").state_dict()
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
@@ -347,14 +322,14 @@ def test_damaged_newest_snapshot_is_told_and_the_one_before_is_used(local, tmp_p
     os.truncate(last, last.stat().st_size // 2)
     options = (*LONG, "--batch-size", 6, "--max-steps", int(reserve.stem[5:]))
     output = launch.run(llm(local, *options))
-    assert output.count("WARNING") == 1 and f"{last.name} is damaged" in output
+    assert output.count("WARNING") == 1 and f"{last.name} cannot be used" in output
     assert f"Resuming training from snapshot at Step {int(reserve.stem[5:])}\n" in output
     assert not last.exists() and last.with_suffix(".unused").exists()
     before = reserve.read_bytes()[:100]
     reserve.write_bytes(before)
     output = launch.run(llm(local, *options), status=2)
     error = output.splitlines()[-1]
-    assert error.startswith(f"ERROR: {reserve} is damaged") and "Move it away" in error
+    assert error.startswith(f"ERROR: {reserve} cannot be used") and "Move it away" in error
     assert reserve.read_bytes() == before
 
 
@@ -431,6 +406,28 @@ def test_loss_that_is_not_a_number_stops_the_run(local, tmp_path):
     assert re.match(r"ERROR: the gradient of step \d+ is (nan|inf)", error), output
     assert "outputs/default/snapshots/step-00000005.pt" in error
     torch.testing.assert_close(newest("outputs/default"), good, rtol=0, atol=0)
+
+
+OUT_OF_MEMORY = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, train_llm
+def fail(trainer, step):
+    raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB. GPU 0 has 79.11 GiB")
+train_llm.Trainer._run_step = fail
+train_llm.main(train_llm.parse_args())
+"""
+
+
+def test_out_of_memory_says_what_to_lower(local, tmp_path):
+    """Half the batch with the same global batch makes the same steps: this is told, once."""
+    (tmp_path / "full.py").write_text(OUT_OF_MEMORY.format(root=str(launch.ROOT)))
+    command = llm(local, "--batch-size", 6, nproc=2)
+    command[command.index(LLM)] = "full.py"
+    output = launch.run(command, status=1)
+    (error,) = re.findall("^ERROR: .*", output, re.MULTILINE)
+    assert "6 sequences of 32 tokens do not fit on rank 0" in error and "79.11 GiB" in error
+    assert "Try --batch-size 3 --global-batch-size 12 (the same steps, in more passes)" in error
 
 
 BAD = {

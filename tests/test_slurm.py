@@ -98,6 +98,23 @@ def test_a_requeued_job_goes_on_where_it_was(cluster, file, size, command, unbro
     assert_same(cluster.project / path, unbroken(2, 50))
 
 
+@pytest.mark.parametrize("file", [TORCHRUN, SRUN])
+def test_a_requeued_run_of_train_llm_has_lost_no_step(cluster, local, file):
+    """It saves when Slurm takes it away, and goes on from that step."""
+    options = ["--model-name", local / "gpt2", "--dataset-name", local / "text.txt"]
+    options += ["--experiment-name", file, "--log-freq", 1, "--num-epochs", 4]
+    job = cluster.submit(file, *options, options=SIZES[file, "small"], SCRIPT="train_llm.py")
+    cluster.wait_for_log(job, "Step 3/")
+    cluster.command("scancel", "--batch", "--signal=USR1", str(job))
+    cluster.wait_for(lambda: cluster.state(job)[0] == "PENDING")
+    assert cluster.job_processes() == []
+    state, status, log = cluster.finish(job, 90)
+    assert (state, status) == ("COMPLETED", 0), log
+    (saved,) = re.findall(r"SIGTERM: saved at step (\d+), leaving\n", log)
+    assert f"Resuming training from snapshot at Step {saved}\n" in log
+    assert log.count(f"\nStep {int(saved) + 1}/") == 1
+
+
 @pytest.mark.parametrize("file", [TORCHRUN, SRUN, SINGLE_NODE])
 def test_scancel_leaves_no_process(cluster, file):
     options = SIZES[file, "whole"]
