@@ -1100,15 +1100,18 @@ def bind_cpus():
     exit_on(problem)
 
 
-def sample(folder: Path, device: torch.device, seed: int) -> str:
-    """What the model in `folder` writes by itself, loaded as anybody would load it."""
+def sample(folder: Path, held_out: TokenDataset, device: torch.device, seed: int):
+    """Print what the model in `folder`, loaded as anybody would, adds to a text it has not seen."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(device)
+    inputs, _ = held_out.__getitems__([0])
+    start = inputs[:, : held_out.seq_length // 8].to(device)
     torch.manual_seed(seed)
-    length = min(512, getattr(model.config, "max_position_embeddings", 512))
-    start = torch.tensor([[tokenizer.eos_token_id]], device=device)
+    longest = getattr(model.config, "max_position_embeddings", 1024)
+    length = min(start.shape[1] + 256, longest)
     tokens = model.generate(start, max_length=length, do_sample=True, temperature=0.7)
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+    given, added = tokens[0].split([start.shape[1], tokens.shape[1] - start.shape[1]])
+    print(f"A sample of {folder}, after {tokenizer.decode(given)!r}:\n{tokenizer.decode(added)}")
 
 
 def explain_out_of_memory(error, args):
@@ -1231,14 +1234,14 @@ def main(args):
         stop, problem = trainer.train()
     except torch.OutOfMemoryError as error:
         explain_out_of_memory(error, args)
-    device, folder = trainer.device, trainer.folder / "final"
+    folder, held_out, device = trainer.folder, trainer.held_out.dataset, trainer.device
     del trainer  # DDP has to go before the group that it talks through
     exit_on(problem)
     if not stop and dist.get_rank() == 0:
         try:
-            print(f"A sample of {folder}:\n{sample(folder, device, args.seed)}")
+            sample(folder / "final", held_out, device, args.seed)
         except Exception as error:  # the model is safe, this is a treat
-            print(f"There is no sample of {folder}: {explain(error)}")
+            print(f"There is no sample: {explain(error)}")
     dist.destroy_process_group()
     sys.exit(128 + stop if stop else 0)  # as a shell says that a signal ended a process
 

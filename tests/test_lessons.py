@@ -53,7 +53,7 @@ LESSONS = {
 }
 
 # What train_llm.py takes from multinode.py as it is. It names nearly all else the same, too.
-KEPT = {"count_gpus", "exit_on"}
+KEPT = {"count_gpus", "exit_on", "__main__"}
 
 ORDER = ["docstring", "imports", "ddp_setup", "Trainer", "load_train_objs"]
 ORDER += ["prepare_dataloader", "parse_args", "main", "__main__"]
