@@ -165,8 +165,10 @@ def patiently(option, name, work, *args):
 
 def files_of(path: Path) -> list[Path]:
     """The file `path`, or all files in the folder `path` but hidden ones, or none."""
-    files = sorted(path.rglob("[!.]*")) if path.is_dir() else [path]
-    return [file for file in files if file.is_file() and "/." not in str(file.relative_to(path))]
+    if path.is_file():
+        return [path]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    return [file for file in files if "/." not in f"/{file.relative_to(path)}"]
 
 
 def read_documents(name: str, subset: str | None):
@@ -291,9 +293,8 @@ def cache_folder(args, tokenizer) -> Path:
         for file, stat in stats
         if saved not in file.parents  # what this script has written
     ]
-    return (
-        Path(args.save_dir) / f"tokens-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}"
-    )
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    return Path(args.save_dir) / f"tokens-{digest[:16]}"
 
 
 def load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]:
@@ -412,7 +413,8 @@ def plot(folder: Path):
             step = metrics["global_step"]
             for name in curves.keys() & metrics.keys():
                 # A run that went back to a snapshot replaces what came after it.
-                curves[name] = {old: loss for old, loss in curves[name].items() if old < step}
+                while curves[name] and next(reversed(curves[name])) >= step:
+                    curves[name].popitem()
                 curves[name][step] = metrics[name]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -970,7 +972,7 @@ def exit_on_remainder(args):
 def load_tokenizer(name: str):
     """The tokenizer of that name or, for "bytes", one with a token for each byte."""
     if name != "bytes":
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     vocabulary = {letter: i for i, letter in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
@@ -985,7 +987,8 @@ def load_train_objs(args):
         sizes = {"n_layer": 4, "n_embd": 128, "n_head": 4, "n_positions": 256, "vocab_size": 257}
         config = GPT2Config(**sizes, bos_token_id=256, eos_token_id=256)
     else:
-        config = AutoConfig.from_pretrained(args.model_name)
+        # False: code that comes with a model is not run.
+        config = AutoConfig.from_pretrained(args.model_name, trust_remote_code=False)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer {args.tokenizer_name} has no end-of-text token")
     if len(tokenizer) > config.vocab_size:
@@ -1003,7 +1006,11 @@ def load_train_objs(args):
         if name.endswith(("pdrop", "dropout")) and args.dropout is not None:
             setattr(config, name, args.dropout)
     if args.init == "pretrained":
-        model = AutoModelForCausalLM.from_pretrained(args.model_name, config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name,
+            config=config,
+            trust_remote_code=False,
+        )
     else:
         model = AutoModelForCausalLM.from_config(config)
     model.float()

@@ -73,7 +73,10 @@ def test_pretraining_command(local, tmp_path):
     assert set(validation) == {*range(5, last, 5), last} and validation[last] < losses[1]
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
-    runs = read_runs(folder)
+    launch.run([*launcher, *options, "--num-epochs", "9"], **QUIET)
+    *runs, again, and_again = read_runs(folder)
+    assert {again.id, and_again.id} == {run.id for run in runs}
+    assert min(row["global_step"] for row in again.history) == last + 1
     assert [run.group for run in runs] == ["both"] * 2 and len({run.id for run in runs}) == 2
     for run in runs:
         x_axes = {name: axis for name, axis in run.x_axes.items() if axis}
@@ -357,6 +360,8 @@ def test_folder_as_a_clone_of_the_hub_has_it(local, tmp_path):
     table = pyarrow.table({"url": ["http://a", "http://b"], "text": [None, "the text"]})
     pyarrow.parquet.write_table(table, tmp_path / "data" / "train.parquet")
     assert list(train_llm.read_documents("data", None)) == ["the text"]
+    (tmp_path / "data" / "train.parquet").unlink()
+    assert list(train_llm.read_documents("data", None)) == ["a card"]
     long = "a line\n" * 9
     assert "".join(piece for piece, _ in train_llm.cut([long, ""], 16)) == long
     assert [end for _, end in train_llm.cut([long, ""], 16)] == [False] * 4 + [True] * 2

@@ -43,9 +43,9 @@ def start_typed(command, folder):
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of the scripts, as in a new clone."""
-    for script in ROOT.glob("*.py"):
-        shutil.copy(script, tmp_path)
+    """A copy of the scripts and of what they need, as in a new clone."""
+    for file in [*ROOT.glob("*.py"), *ROOT.glob("requirements*.txt")]:
+        shutil.copy(file, tmp_path)
     return tmp_path
 
 
