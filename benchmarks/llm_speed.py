@@ -76,12 +76,22 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
 
+def seconds(work, *args):
+    """How long `work` takes, on the device too."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    work(*args)
+    synchronize()
+    return time.perf_counter() - begin
+
+
 def bare_loop(kind, folder, rounds):
     """Print the speed of a plain loop. Runs in a process of its own."""
     import train_llm
 
     layers, width, heads, batch_size = SIZES["gpt2"]
-    device = torch.device("cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     if kind == "nano":
         model = Nano(layers, width, heads).to(device)
@@ -105,23 +115,20 @@ def bare_loop(kind, folder, rounds):
 
     def step():
         for row in rows[torch.randperm(len(rows))[:ACCUMULATION]]:
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16):
                 loss = loss_of(row[:, :-1], row[:, 1:])
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(4):
-        step()
-    speeds = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(16):
+    def steps(number):
+        for _ in range(number):
             step()
-        torch.cuda.synchronize()
-        speeds.append(16 * ACCUMULATION * batch_size * LENGTH / (time.perf_counter() - begin))
+
+    steps(4)
+    tokens = 16 * ACCUMULATION * batch_size * LENGTH
+    speeds = [tokens / seconds(steps, 16) for _ in range(rounds)]
     parameters = 50257 * width + layers * (12 * width + 13) * width + 2 * width
     peak = train_llm.peak_flops(device) or math.nan
     print_speed(
@@ -235,17 +242,6 @@ class Inside:
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
 
-    def seconds(self, work, *args):
-        self.synchronize()
-        begin = time.perf_counter()
-        work(*args)
-        self.synchronize()
-        return time.perf_counter() - begin
-
-    def synchronize(self):
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
 
 def script_rows(folder, size, rounds, number=16):
     inside = Inside(folder, size)
@@ -255,11 +251,11 @@ def script_rows(folder, size, rounds, number=16):
         count = number * ACCUMULATION // accumulation
         tokens = count * accumulation * inside.batch_size * LENGTH
         for _ in range(rounds):
-            found["script"].append(tokens / inside.seconds(inside.steps, count))
+            found["script"].append(tokens / seconds(inside.steps, count))
             if inside.processes == 1:
                 if not found["bare"]:
                     inside.bare(2, accumulation)
-                found["bare"].append(tokens / inside.seconds(inside.bare, count, accumulation))
+                found["bare"].append(tokens / seconds(inside.bare, count, accumulation))
         if inside.trainer.rank == 0:
             where = f"{size}, {inside.processes} GPU, accumulation {accumulation}"
             for name, speeds in found.items():
@@ -287,8 +283,8 @@ def print_speed(name, speeds, peak):
 def save_rows(inside):
     trainer, folder = inside.trainer, inside.trainer.folder
     inside.begin(1)
-    alone = inside.seconds(inside.steps, 10) / 10
-    first = inside.seconds(trainer._save, True, [])
+    alone = seconds(inside.steps, 10) / 10
+    first = seconds(trainer._save, True, [])
     plain, stall, busy = [], [], []
 
     def plain_save():
@@ -300,11 +296,11 @@ def save_rows(inside):
 
     for _ in range(3):
         trainer.writing.result()
-        plain.append(inside.seconds(plain_save))
-        stall.append(inside.seconds(trainer._save, True, []))
+        plain.append(seconds(plain_save))
+        stall.append(seconds(trainer._save, True, []))
         begin, steps = time.perf_counter(), 0
         while not trainer.writing.done():
-            inside.seconds(inside.steps, 1)
+            seconds(inside.steps, 1)
             steps += 1
         busy.append((time.perf_counter() - begin) / max(steps, 1))
     plain, stall, busy = map(statistics.median, (plain, stall, busy))
@@ -315,8 +311,8 @@ def save_rows(inside):
         torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
     load(False)
-    read = statistics.median(inside.seconds(load, False) for _ in range(5))
-    mapped = statistics.median(inside.seconds(load, True) for _ in range(5))
+    read = statistics.median(seconds(load, False) for _ in range(5))
+    mapped = statistics.median(seconds(load, True) for _ in range(5))
     print(f"save     {size:.2f} GiB: torch.save {plain:.3f} s, a step waits {stall:.3f} s", end=" ")
     print(f"({stall / plain:.3f} of it; the first time, which makes buffers, {first:.3f} s)")
     print(f"         a step takes {alone:.3f} s, while the file is written {busy:.3f} s", end=" ")
@@ -355,7 +351,8 @@ def main():
             if kind in args.only:
                 child("--child", kind, *common)
         if "script" in args.only or "save" in args.only:
-            child("--child", "save", "--size", "gpt2", *common)
+            kind = "save" if "save" in args.only else "script"
+            child("--child", kind, "--size", "gpt2", *common)
             gpus = torch.cuda.device_count()
             if "script" in args.only and gpus > 1:
                 child("--child", "script", "--size", "gpt2", *common, processes=gpus)

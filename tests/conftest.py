@@ -37,8 +37,9 @@ def local(tmp_path_factory):
     """A folder with two tiny models and three data sets, as the hub's in kind."""
     import pyarrow
     import pyarrow.parquet
-    import train_llm
     from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig
+
+    import train_llm
 
     folder = tmp_path_factory.mktemp("local")
     tokenizer = train_llm.load_tokenizer("bytes")

@@ -477,8 +477,7 @@ def test_full_disk_is_told_in_one_line_and_the_last_snapshot_stays(local, tmp_pa
     assert not list(Path("outputs/default/snapshots").glob("step-*"))
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_compiled_bfloat16_on_gpus_learns_what_the_cpu_learns(local, tmp_path, nproc):
     """On one and two GPUs: compiled, in bfloat16, and each loss near that of the CPU in float32."""
     options = (*LONG, "--dropout", 0, "--batch-size", 3)
