@@ -534,14 +534,23 @@ class Trainer:
         self.exported.generation_config = model.generation_config
         self._make_optimizer_state()
         self._load_snapshot()
-        self._plan()
+        sampler = train_data.batch_sampler
+        args.global_batch_size = sampler.global_batch_size  # it may be that of the snapshot
+        exit_on_remainder(args)
+        self.total_steps = args.max_steps or args.num_epochs * sampler.steps_per_epoch
+        self.warmup_steps = args.warmup_steps
+        if self.warmup_steps is None:
+            self.warmup_steps = min(self.total_steps // 10, 2000)
         self.loss = cross_entropy
         if args.compile:
             # With several processes it compiles the model in pieces, one for each bucket of
             # gradients, so that the first can be sent while the next are computed.
             torch._dynamo.config.optimize_ddp = dist.get_world_size() > 1
-            self.model.compile()  # in place: the names of the parameters stay as they are
-            self.loss = torch.compile(cross_entropy, options={"use_fast_math": True})
+            self.model.compile(
+                dynamic=False
+            )  # in place: the names of the parameters stay as they are
+            fast = {"use_fast_math": True}
+            self.loss = torch.compile(cross_entropy, dynamic=False, options=fast)
         # Buffers are tables that never change: they are not sent. torch 2.13 renamed the option.
         names = ("forward_sync_buffers", "broadcast_buffers")
         constant = next(name for name in names if name in inspect.signature(DDP).parameters)
@@ -553,11 +562,14 @@ class Trainer:
         )
         self.model.train()  # from_pretrained hands out a model in eval mode
         self.model.register_comm_hook(self.stopwatch, sum_gradients)
+        self._fit_batch_size()
         # In its first backward pass DDP adds the gradients up in another order than in all others,
         # and rounds otherwise. A resumed run has a first pass too, yet it shall end with the same
         # bits as an unbroken one. So that pass is made here, by each run, and not counted.
         self._run_batch(self.model, *train_data.dataset.__getitems__([0] * args.batch_size), 1)
         self.optimizer.zero_grad(set_to_none=False)
+        if self.rank == 0:
+            self._summarise()
 
     def _make_optimizer_state(self):
         """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
@@ -570,20 +582,37 @@ class Trainer:
         for state in self.optimizer.state.values():
             state["step"].zero_()
 
-    def _plan(self):
-        """How many steps there are, and a summary of what they will be."""
+    def _fit_batch_size(self):
+        """Divide the batch until it fits on all GPUs. More accumulation makes the same steps."""
+        args, asked, fits = self.args, self.args.batch_size, False
+        while not fits:
+            fits = torch.tensor(True)
+            try:
+                batch = self.train_data.dataset.__getitems__([0] * args.batch_size)
+                with self.model.no_sync():  # another rank may not get as far as to send gradients
+                    self._run_batch(self.model, *batch, 1)
+            except torch.OutOfMemoryError:
+                if args.batch_size == 1:
+                    raise
+                fits = torch.tensor(False)
+            dist.all_reduce(fits, dist.ReduceOp.MIN)
+            if not fits:
+                torch.cuda.empty_cache()  # what was for batches of that size is of no use now
+                args.batch_size = largest_divisor(args.batch_size)
+        if args.batch_size < asked:
+            self.train_data.batch_sampler.batch_size = args.batch_size
+            self.held_out = prepare_evaluation(self.held_out.dataset, args, self.device)
+            if self.rank == 0:
+                sizes = (
+                    f"--batch-size {args.batch_size} --global-batch-size {args.global_batch_size}"
+                )
+                print(f"WARNING: {asked} sequences do not fit on a GPU. Going on with {sizes}")
+
+    def _summarise(self):
         args, sampler = self.args, self.train_data.batch_sampler
         processes = dist.get_world_size()
-        args.global_batch_size = sampler.global_batch_size  # it may be that of the snapshot
-        exit_on_remainder(args)
-        together = args.batch_size * processes
-        self.total_steps = args.max_steps or args.num_epochs * sampler.steps_per_epoch
-        self.warmup_steps = args.warmup_steps
-        if self.warmup_steps is None:
-            self.warmup_steps = min(self.total_steps // 10, 2000)
-        if self.rank != 0:
-            return
         sequences, length = sampler.global_batch_size, args.seq_length
+        accumulation = sequences // (args.batch_size * processes)
         count = sum(parameter.numel() for parameter in self.exported.parameters())
         epochs = self.total_steps / sampler.steps_per_epoch
         print(
@@ -591,7 +620,7 @@ class Trainer:
             f" | Vocabulary: {self.vocab_size} | FLOPs per token: {self.flops_per_token:.3g}\n"
             f"Data: {args.dataset_name} | Tokens: {sampler.length * length:,} in {sampler.length:,}"
             f" sequences of {length}, and {len(self.held_out.dataset):,} sequences held out\n"
-            f"Global batch size: {args.batch_size} (batch) x {sequences // together} (accumulation)"
+            f"Global batch size: {args.batch_size} (batch) x {accumulation} (accumulation)"
             f" x {processes} (processes) = {sequences} sequences = {sequences * length:,} tokens\n"
             f"Steps: {self.total_steps:,} ({epochs:.2f} epochs) | LR: {args.lr:.2e}"
             f" after {self.warmup_steps} steps of warm-up\n"
@@ -1121,6 +1150,11 @@ def sample(folder: Path, held_out: TokenDataset, device: torch.device, seed: int
     print(f"A sample of {folder}, after {tokenizer.decode(given)!r}:\n{tokenizer.decode(added)}")
 
 
+def largest_divisor(number: int) -> int:
+    """The largest divisor of `number` but itself."""
+    return max(divisor for divisor in range(1, number) if number % divisor == 0)
+
+
 def explain_out_of_memory(error, args):
     """Say what to lower when a GPU has not enough memory, and end the job."""
     for number in SIGNALS:
@@ -1129,10 +1163,8 @@ def explain_out_of_memory(error, args):
     size, together = args.batch_size, args.global_batch_size
     advice = f"--seq-length {args.seq_length // 2} or a smaller model"
     if size > 1:
-        half = max(divisor for divisor in range(1, size) if size % divisor == 0)
-        advice = (
-            f"--batch-size {half} --global-batch-size {together} (the same steps, in more passes)"
-        )
+        sizes = f"--batch-size {largest_divisor(size)} --global-batch-size {together}"
+        advice = f"{sizes} (the same steps, in more passes)"
     what = f"{size} sequences of {args.seq_length} tokens do not fit on rank {dist.get_rank()}"
     print(f"ERROR: {what}: {explain(error)} Try {advice}", file=sys.stderr, flush=True)
     os._exit(2)  # the others wait for this process, so there is no orderly end

@@ -427,6 +427,35 @@ train_llm.main(train_llm.parse_args())
 """
 
 
+SMALL_GPU_ON_RANK_1 = """
+import sys
+sys.path.insert(0, {root!r})
+import torch, train_llm
+run_batch = train_llm.Trainer._run_batch
+def fail(trainer, model, source, targets, targets_in_step):
+    if trainer.rank == 1 and len(source) > 2:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+    return run_batch(trainer, model, source, targets, targets_in_step)
+train_llm.Trainer._run_batch = fail
+train_llm.main(train_llm.parse_args())
+"""
+
+
+def test_batch_that_does_not_fit_is_divided_and_the_steps_stay_the_same(local, tmp_path):
+    """Where one of two GPUs is too small for 6 sequences and for 3, both take 1, and accumulate."""
+    options = ("--batch-size", 6, "--max-steps", 3, "--log-freq", 1)
+    (tmp_path / "small.py").write_text(SMALL_GPU_ON_RANK_1.format(root=str(launch.ROOT)))
+    command = llm(local, *options, nproc=2)
+    launch.run([*command, "--experiment-name", "large"])
+    command[command.index(LLM)] = "small.py"
+    output = launch.run(command)
+    assert "6 sequences do not fit on a GPU. Going on with --batch-size 1 --global" in output
+    assert "Global batch size: 1 (batch) x 6 (accumulation) x 2 (processes) = 12" in output
+    for name in "train/loss", "validation/loss":
+        small, large = (metrics(f"outputs/{folder}", name) for folder in ("default", "large"))
+        assert small == pytest.approx(large, rel=1e-5)
+
+
 def test_out_of_memory_says_what_to_lower(local, tmp_path):
     """Half the batch with the same global batch makes the same steps: this is told, once."""
     (tmp_path / "full.py").write_text(OUT_OF_MEMORY.format(root=str(launch.ROOT)))
