@@ -22,6 +22,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -42,7 +43,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
 import torch.nn.functional as F
 import transformers
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from huggingface_hub.utils import logging as hub_logging
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -141,7 +142,8 @@ def patiently(option, name, work, *args):
     """Return `work(*args)` once all ranks are done with theirs, or end the job if one fails.
 
     It may take hours on one rank (a download, a big dataset), and no collective would wait for so
-    long. So the ranks ask each other once a second, while a thread does the work.
+    long. So the ranks ask each other once a second, while a thread does the work. `option` and
+    `name` are what the line of an error begins with.
     """
     future = Future()
 
@@ -153,31 +155,32 @@ def patiently(option, name, work, *args):
 
     threading.Thread(target=do, daemon=True).start()  # it does not keep a process that has to end
     while True:
-        wait([future], timeout=1)
-        error = future.exception() if future.done() else None
-        busy, failed = counts = torch.tensor([not future.done(), error is not None], dtype=int)
+        done = bool(wait([future], timeout=1).done)
+        error = future.exception() if done else None
+        counts = torch.tensor([not done, error is not None], dtype=int)
         dist.all_reduce(counts)
+        busy, failed = counts.tolist()
         if failed or not busy:
             break
     exit_on(f"{option} {name}: {explain(error)}" if error else None)
     return future.result()
 
 
-def files_of(path: Path) -> list[Path]:
-    """The file `path`, or all files in the folder `path` but hidden ones, or none."""
+def files_of(path: Path, saved: Path) -> list[Path]:
+    """The file `path`, or all files in the folder `path` but hidden ones and those in `saved`."""
     if path.is_file():
         return [path]
     files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    files = [file for file in files if saved.resolve() not in file.resolve().parents]
     return [file for file in files if "/." not in f"/{file.relative_to(path)}"]
 
 
-def read_documents(name: str, subset: str | None):
+def read_documents(name: str, subset: str | None, files: list[Path]):
     """Yield the texts of the dataset `name`, one after the other: a file or a row is a text."""
-    files = files_of(Path(name))
     if name == "stdlib":
         files = sorted(Path(os.__file__).parent.glob("*.py"))
     formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-    kinds = [formats[file.suffix] for file in files if file.suffix in formats]
+    kinds = {formats[file.suffix] for file in files if file.suffix in formats}
     if files and not kinds:
         for file in files:
             text = file.read_text(encoding="utf-8", errors="replace")
@@ -188,8 +191,9 @@ def read_documents(name: str, subset: str | None):
     from datasets import load_dataset  # it takes a second, which a run with a cache need not spend
 
     if kinds:
-        names = [str(file) for file in files if formats.get(file.suffix) == kinds[0]]
-        rows = load_dataset(kinds[0], data_files=names, split="train", streaming=True)
+        kind = max(kinds)  # beside parquet, JSON is about the data
+        names = [str(file) for file in files if formats.get(file.suffix) == kind]
+        rows = load_dataset(kind, data_files=names, split="train", streaming=True)
     else:
         rows = load_dataset(name, subset, split="train")
     column = None
@@ -203,7 +207,7 @@ def read_documents(name: str, subset: str | None):
         raise ValueError("no column is text")
 
 
-def cut(documents, size=2**18):
+def cut_documents(documents, size=2**18):
     """Cut long documents at ends of lines: yield (piece, whether it ends its document)."""
     for text in documents:
         begin = 0
@@ -225,7 +229,9 @@ def prepare_tokens(args, tokenizer, folder: Path):
         if load_tokens(folder):
             return
         (folder / "tokens.json").unlink(missing_ok=True)
-        pieces = cut(read_documents(args.dataset_name, args.dataset_subset))
+        files = files_of(Path(args.dataset_name), Path(args.save_dir))
+        documents = read_documents(args.dataset_name, args.dataset_subset, files)
+        pieces = cut_documents(documents)
         dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
         count, digest = 0, hashlib.sha256()
         hide = None if dist.get_rank() == 0 else True
@@ -284,15 +290,11 @@ class TokenDataset(Dataset):
 
 def cache_folder(args, tokenizer) -> Path:
     """Where the tokens of this dataset lie, under a name that changes when they would."""
-    name, saved = args.dataset_name, Path(args.save_dir).resolve()
-    stats = [(file.resolve(), file.stat()) for file in files_of(Path(name))]
-    key = [name, args.dataset_subset, tokenizer.backend_tokenizer.to_str()]
-    key += [sys.version] if name == "stdlib" else []
-    key += [
-        (str(file), stat.st_size, stat.st_mtime_ns)
-        for file, stat in stats
-        if saved not in file.parents  # what this script has written
-    ]
+    key = [args.dataset_name, args.dataset_subset]
+    key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
+    key += [sys.version] if args.dataset_name == "stdlib" else []
+    for file in files_of(Path(args.dataset_name), Path(args.save_dir)):
+        key += [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return Path(args.save_dir) / f"tokens-{digest[:16]}"
 
@@ -300,10 +302,9 @@ def cache_folder(args, tokenizer) -> Path:
 def load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]:
     """The sequences to train on, those held out, and the sha256 of all tokens."""
     folder = cache_folder(args, tokenizer)
-    work = (lambda: None,)
-    if dist.get_node_local_rank() == 0:  # every machine may have a disk of its own
-        work = (prepare_tokens, args, tokenizer, folder)
-    patiently("dataset-name", args.dataset_name, *work)
+    # One process on each machine, since each machine may have a disk of its own.
+    work = prepare_tokens if dist.get_node_local_rank() == 0 else lambda *_: None
+    patiently("dataset-name", args.dataset_name, work, args, tokenizer, folder)
     about = load_tokens(folder) or {"tokens": 0, "sha256": None}
     problem, count = None, (about["tokens"] - 1) // args.seq_length
     digests = [None] * dist.get_world_size()
@@ -426,6 +427,42 @@ def plot(folder: Path):
     figure.savefig(folder / "loss.png", dpi=120)
 
 
+class StopSignals:
+    """While it is entered, `number` is the first signal to stop that came, or 0.
+
+    A signal that comes more than a second later ends the process at once. A thread sees to it,
+    since a trainer that hangs in a collective runs no Python. What comes within the second counts
+    as the same signal: torchrun hands on what a scheduler may have sent to all processes.
+    """
+
+    def __enter__(self):
+        self.number = 0
+        self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        signal.set_wakeup_fd(self.writer)  # every signal writes its number there
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+        return self
+
+    def _listen(self):
+        first = math.inf
+        while number := os.read(self.reader, 1)[0]:
+            if number in SIGNALS and time.monotonic() - first > 1:
+                os._exit(128 + number)
+            if number in SIGNALS and self.number == 0:
+                self.number, first = number, time.monotonic()
+
+    def __exit__(self, *error):
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        os.write(self.writer, b"\0")  # the thread ends
+        self.thread.join()
+        os.close(self.reader)
+        os.close(self.writer)
+
+
 class Stopwatch:
     """Adds up the seconds that the steps spend on data, on saving and on communication.
 
@@ -523,7 +560,7 @@ class Trainer:
         self.folder = Path(args.save_dir) / args.experiment_name
         self.steps_run = 0
         self.best_loss = math.inf
-        self.signal, self.problem = 0, None
+        self.signals, self.problem = StopSignals(), None
         self.losses, self.norms = [], []
         self.writer, self.buffers = ThreadPoolExecutor(1), {}
         self.writing = self.writer.submit(lambda: None)
@@ -533,6 +570,7 @@ class Trainer:
             self.exported = AutoModelForCausalLM.from_config(model.config)
         self.exported.generation_config = model.generation_config
         self._make_optimizer_state()
+        self._lock_folder()
         self._load_snapshot()
         sampler = train_data.batch_sampler
         args.global_batch_size = sampler.global_batch_size  # it may be that of the snapshot
@@ -541,14 +579,16 @@ class Trainer:
         self.warmup_steps = args.warmup_steps
         if self.warmup_steps is None:
             self.warmup_steps = min(self.total_steps // 10, 2000)
+        if self.rank == 0:
+            self._print_model_and_data()
+            self.writing = self.writer.submit(self._copy_to_host, self._state())  # makes buffers
         self.loss = cross_entropy
         if args.compile:
             # With several processes it compiles the model in pieces, one for each bucket of
             # gradients, so that the first can be sent while the next are computed.
             torch._dynamo.config.optimize_ddp = dist.get_world_size() > 1
-            self.model.compile(
-                dynamic=False
-            )  # in place: the names of the parameters stay as they are
+            # In place: the names of the parameters stay as they are. All batches have one shape.
+            self.model.compile(dynamic=False)
             fast = {"use_fast_math": True}
             self.loss = torch.compile(cross_entropy, dynamic=False, options=fast)
         # Buffers are tables that never change: they are not sent. torch 2.13 renamed the option.
@@ -569,7 +609,18 @@ class Trainer:
         self._run_batch(self.model, *train_data.dataset.__getitems__([0] * args.batch_size), 1)
         self.optimizer.zero_grad(set_to_none=False)
         if self.rank == 0:
-            self._summarise()
+            self._print_steps()
+
+    def _lock_folder(self):
+        """Two jobs must not write in one folder. The end of the process opens the lock again."""
+        problem = None
+        if self.rank == 0:
+            self.lock = FileLock(self.folder / "lock")
+            try:
+                self.lock.acquire(timeout=10)  # the job before may be on its way out
+            except Timeout:
+                problem = f"experiment-name: another job is writing in {self.folder}"
+        exit_on(problem)
 
     def _make_optimizer_state(self):
         """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
@@ -584,9 +635,9 @@ class Trainer:
 
     def _fit_batch_size(self):
         """Divide the batch until it fits on all GPUs. More accumulation makes the same steps."""
-        args, asked, fits = self.args, self.args.batch_size, False
-        while not fits:
-            fits = torch.tensor(True)
+        args, asked = self.args, self.args.batch_size
+        while True:
+            fits = torch.tensor(1)
             try:
                 batch = self.train_data.dataset.__getitems__([0] * args.batch_size)
                 with self.model.no_sync():  # another rank may not get as far as to send gradients
@@ -594,11 +645,14 @@ class Trainer:
             except torch.OutOfMemoryError:
                 if args.batch_size == 1:
                     raise
-                fits = torch.tensor(False)
+                fits = torch.tensor(0)
             dist.all_reduce(fits, dist.ReduceOp.MIN)
-            if not fits:
-                torch.cuda.empty_cache()  # what was for batches of that size is of no use now
-                args.batch_size = largest_divisor(args.batch_size)
+            if fits:
+                break
+            torch._dynamo.reset()  # what was compiled for batches of that size is of no use now,
+            torch.cuda.empty_cache()  # nor is the memory that was kept for them
+            args.batch_size = largest_divisor(args.batch_size)
+        args.fits = True
         if args.batch_size < asked:
             self.train_data.batch_sampler.batch_size = args.batch_size
             self.held_out = prepare_evaluation(self.held_out.dataset, args, self.device)
@@ -608,33 +662,39 @@ class Trainer:
                 )
                 print(f"WARNING: {asked} sequences do not fit on a GPU. Going on with {sizes}")
 
-    def _summarise(self):
-        args, sampler = self.args, self.train_data.batch_sampler
-        processes = dist.get_world_size()
-        sequences, length = sampler.global_batch_size, args.seq_length
-        accumulation = sequences // (args.batch_size * processes)
+    def _print_model_and_data(self):
+        args, sequences = self.args, len(self.train_data.dataset)
         count = sum(parameter.numel() for parameter in self.exported.parameters())
-        epochs = self.total_steps / sampler.steps_per_epoch
         print(
             f"Model: {args.model_name} | Parameters: {count:,} | Weights: {args.init}"
             f" | Vocabulary: {self.vocab_size} | FLOPs per token: {self.flops_per_token:.3g}\n"
-            f"Data: {args.dataset_name} | Tokens: {sampler.length * length:,} in {sampler.length:,}"
-            f" sequences of {length}, and {len(self.held_out.dataset):,} sequences held out\n"
-            f"Global batch size: {args.batch_size} (batch) x {accumulation} (accumulation)"
-            f" x {processes} (processes) = {sequences} sequences = {sequences * length:,} tokens\n"
-            f"Steps: {self.total_steps:,} ({epochs:.2f} epochs) | LR: {args.lr:.2e}"
-            f" after {self.warmup_steps} steps of warm-up\n"
             f"Memory: {16 * count / 2**30:.2f} GiB a process for weights, gradients and optimizer"
-            f" | Matrix products: {args.dtype}"
-            f" | Compiled: {'yes' if args.compile else 'no'}"
+            f" | Matrix products: {args.dtype} | Compiled: {'yes' if args.compile else 'no'}\n"
+            f"Data: {args.dataset_name} | Tokens: {sequences * args.seq_length:,} in {sequences:,}"
+            f" sequences of {args.seq_length}, and {len(self.held_out.dataset):,} held out"
         )
+
+    def _print_steps(self):
+        args, processes = self.args, dist.get_world_size()
+        sequences = args.global_batch_size
+        accumulation = sequences // (args.batch_size * processes)
+        epochs = self.total_steps / self.train_data.batch_sampler.steps_per_epoch
+        print(
+            f"Global batch size: {args.batch_size} (batch) x {accumulation} (accumulation)"
+            f" x {processes} (processes) = {sequences} sequences"
+            f" = {sequences * args.seq_length:,} tokens\n"
+            f"Steps: {self.total_steps:,} ({epochs:.2f} epochs) | LR: {args.lr:.2e}"
+            f" after {self.warmup_steps} steps of warm-up"
+        )
+        if self.steps_run >= self.total_steps:
+            print(f"Step {self.steps_run} is done already, so there is nothing to train")
 
     def _run_batch(self, model, source, targets, targets_in_step):
         """The share of these targets in the loss of the step; backward too if gradients are on."""
         source = source.to(self.device, non_blocking=self.train_data.pin_memory)
         targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
         scale = torch.full((), 1 / targets_in_step, device=self.device)
-        # Matrix products in bfloat16, sums and the loss in float32. Weights stay float32.
+        # Matrix products in bfloat16, the loss and sums of gradients in float32, as the weights.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.args.dtype == "bfloat16"
         ):
@@ -677,7 +737,7 @@ class Trainer:
         progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
         return self.args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
-    def _not_finite(self):
+    def _problem_with_gradients(self):
         """What is wrong with the steps since the last report, if a gradient is NaN or infinite."""
         norms = torch.stack(self.norms).tolist()  # waits for the GPU; the same on all ranks
         for step, norm in enumerate(norms, self.steps_run - len(norms) + 1):
@@ -759,7 +819,11 @@ class Trainer:
 
     def _snapshots(self):
         """The snapshots on this machine, newest first."""
-        return sorted(self.folder.glob("snapshots/step-*.pt"), reverse=True)
+        return sorted(self.folder.glob(f"snapshots/step-{'[0-9]' * 8}.pt"), reverse=True)
+
+    def _state(self):
+        model = self.model.module if isinstance(self.model, DDP) else self.model
+        return {"model": model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def _save(self, snapshot: bool, exports: list[str]):
         """Save a snapshot and models. Training waits for a copy in memory, not for the disk."""
@@ -767,9 +831,9 @@ class Trainer:
             return  # all ranks have the same weights: one file, one writer
         begin = time.perf_counter()
         self.writing.result()  # the buffers are free once the last save is on the disk
-        state = {"model": self.model.module.state_dict()}
-        if snapshot:
-            state["optimizer"] = self.optimizer.state_dict()
+        state = self._state()
+        if not snapshot:
+            del state["optimizer"]
         state = self._copy_to_host(state)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -786,7 +850,7 @@ class Trainer:
         self.stopwatch.add("save", begin)
 
     def _copy_to_host(self, value):
-        """Copy `value`, a tree of dicts and lists, into buffers that all saves use."""
+        """Copy the tensors in `value`, a tree of dicts, into buffers that all saves use."""
         if isinstance(value, dict):
             return {key: self._copy_to_host(item) for key, item in value.items()}
         if not isinstance(value, torch.Tensor):
@@ -799,11 +863,14 @@ class Trainer:
 
     def _write(self, state, snapshot, exports):
         """Runs in a thread beside the training."""
+        temporary = self.folder / "snapshots" / "snapshot.tmp"
         try:
+            for name in exports:
+                self._export(state["model"], self.folder / name)
+                self.bar.write(f"Step {state['steps_run']} | Model saved at {self.folder / name}")
             if snapshot:
-                path = self.folder / "snapshots" / f"step-{state['steps_run']:08}.pt"
+                path = temporary.with_name(f"step-{state['steps_run']:08}.pt")
                 path.parent.mkdir(exist_ok=True)
-                temporary = path.with_name("snapshot.tmp")
                 with open(temporary, "wb") as file:
                     torch.save(state, file)
                     file.flush()
@@ -812,17 +879,12 @@ class Trainer:
                 for old in [other for other in self._snapshots() if other < path][1:]:
                     old.unlink()  # the last but one is kept, in case that the last is damaged
                 self.bar.write(f"Step {state['steps_run']} | Training snapshot saved at {path}")
-            for name in exports:
-                path = self.folder / name
-                self._export(state["model"], path)
-                self.bar.write(f"Step {state['steps_run']} | Model saved at {path}")
         except Exception as error:
             error = error.__context__ or error  # torch.save fails again where it ends the file
-            self.problem = (
-                f"cannot save in {self.folder}: {explain(error)}. The last snapshot stays"
-            )
-            for half in self.folder.rglob("*.tmp"):  # it would keep the disk full
-                shutil.rmtree(half) if half.is_dir() else half.unlink()
+            why = f"{explain(error)}. The last snapshot stays"
+            self.problem = f"cannot save in {self.folder}: {why}"
+            with suppress(OSError):  # half a file would keep the disk full
+                temporary.unlink()
 
     def _export(self, weights, path):
         """Write model and tokenizer in transformers' own format, which from_pretrained loads."""
@@ -832,40 +894,43 @@ class Trainer:
         }
         self.exported.load_state_dict(weights, assign=True)
         self.exported.tie_weights()
-        temporary = path.with_suffix(".tmp")
+        temporary, replaced = path.with_suffix(".tmp"), path.with_suffix(".old")
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         self.exported.save_pretrained(temporary)
         self.tokenizer.save_pretrained(temporary)
         if path.exists():
-            path.rename(temporary / "replaced")  # so that a folder is always whole
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)  # so that a folder of that name is always whole
         temporary.rename(path)
-        shutil.rmtree(path / "replaced", ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _load_snapshot(self):
         """Go on from the newest snapshot on any machine, or from the step that --resume names."""
-        paths, unusable, name = self._snapshots(), [], None
-        problem = None
-        if self.args.resume == "none" and paths:
+        asked, paths, problem = self.args.resume, self._snapshots(), None
+        if asked == "none" and paths:
             problem = f"resume: {self.folder} has snapshots: choose another --experiment-name"
-        elif self.args.resume.isdecimal():
-            paths = [path for path in paths if int(path.stem[5:]) == int(self.args.resume)]
-        for path in paths if problem is None else []:
+        exit_on(problem)
+        if asked.isdecimal():
+            paths = [path for path in paths if int(path.stem[5:]) == int(asked)]
+        name, unusable = None, {}
+        for path in paths:
             try:  # weights_only: a file from elsewhere must not run code
                 snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 self._resume(snapshot)
                 name = snapshot["name"]
                 break
             except Exception as error:
-                unusable.append(f"{path} cannot be used: {explain(error)}")
-        if unusable and name is None:
-            problem = f"{unusable[0]}. Move it away, or choose another --experiment-name"
-        exit_on(problem)
+                unusable[path] = f"{path} cannot be used: {explain(error)}"
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self.steps_run, name, unusable))
-        steps, names, unusable = zip(*found, strict=True)
-        if self.args.resume.isdecimal() and int(self.args.resume) not in steps:
-            exit_on(f"resume: there is no snapshot of step {self.args.resume} in {self.folder}")
+        dist.all_gather_object(found, (self.steps_run, name, list(unusable.values())))
+        steps, names, lines = zip(*found, strict=True)
+        lines = sorted(set(itertools.chain(*lines)))
+        if lines and not any(names):
+            problem = f"{lines[-1]}. Move it away, or choose another --experiment-name"
+        elif asked.isdecimal() and not any(names):
+            problem = f"resume: there is no snapshot of step {asked} in {self.folder}"
+        exit_on(problem)
         sampler, source = self.train_data.batch_sampler, steps.index(max(steps))
         newest = [self.steps_run, self.best_loss, self.wandb_id]
         newest += [sampler.seed, sampler.global_batch_size]
@@ -877,12 +942,12 @@ class Trainer:
                 for tensor in state.values():
                     dist.broadcast(tensor, source)
         sampler.first_step = self.steps_run
-        for path in self._snapshots():  # what was not used shall not be taken for the newest
-            if int(path.stem[5:]) > self.steps_run:
+        for path in self._snapshots():  # these shall not be taken for the newest from here on
+            if path in unusable or int(path.stem[5:]) > self.steps_run:
                 with suppress(FileNotFoundError):  # another rank of this machine was faster
                     path.rename(path.with_suffix(".unused"))
         if self.rank == 0:
-            for line in sorted(set(sum(unusable, []))):
+            for line in lines:
                 print(f"WARNING: {line}. Another one is used, and this one is renamed")
             if self.steps_run > 0:
                 print(f"Resuming training from snapshot at Step {self.steps_run}")
@@ -905,21 +970,16 @@ class Trainer:
 
     def _agree(self):
         """Tell all ranks of a signal or a problem here; return what any of them told."""
-        told = torch.tensor([self.signal, self.problem is not None])
+        told = torch.tensor([self.signals.number, self.problem is not None])
         dist.all_reduce(told, dist.ReduceOp.MAX)  # on the CPU: it does not wait for the GPU
         return told.tolist()
 
-    def _on_signal(self, number, frame):
-        if self.signal:
-            return
-        self.signal = number
-        time.sleep(1)  # torchrun hands on what a scheduler sends to all: that is no second signal
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)  # but from here on one ends the process at once
-
     def train(self) -> tuple[int, str | None]:
         """Train to the last step or until a signal; return the signal or 0, and what went wrong."""
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        with self.signals:
+            return self._train()
+
+    def _train(self):
         args, stop, problem, failed, first = self.args, 0, None, False, self.steps_run
         # A bar on rank 0 only, only on a terminal (None).
         hide = None if self.rank == 0 else True
@@ -935,7 +995,7 @@ class Trainer:
             report = stop or finished or self.steps_run % args.log_freq == 0
             save = stop or finished or self.steps_run % args.ckpt_freq == 0
             if report or save:
-                problem = self._not_finite()
+                problem = self._problem_with_gradients()
             if problem or failed:
                 break
             if report:
@@ -959,8 +1019,6 @@ class Trainer:
                 plot(self.folder)
             except Exception as error:
                 print(f"There is no new loss.png: {explain(error)}")
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if self.rank == 0 and stop and not problem:
             print(f"{signal.Signals(stop).name}: saved at step {self.steps_run}, leaving")
         return stop, problem
@@ -986,6 +1044,16 @@ class Trainer:
                 self.wandb_run.define_metric(metrics, step_metric="global_step")
         except Exception as error:
             print(f"Training goes on without wandb: {error}")
+
+
+def exit_on_difference(args):
+    """What was typed on different machines has to agree, or the ranks would train apart."""
+    may_differ = ("save_dir", "dataset_name", "model_name", "tokenizer_name")  # paths of a machine
+    typed = [None] * dist.get_world_size()
+    dist.all_gather_object(typed, vars(args))
+    different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
+    different = [key.replace("_", "-") for key in different if key not in may_differ]
+    exit_on(f"{', '.join(different)}: not the same on all machines" if different else None)
 
 
 def exit_on_remainder(args):
@@ -1018,8 +1086,8 @@ def load_train_objs(args):
     else:
         # False: code that comes with a model is not run.
         config = AutoConfig.from_pretrained(args.model_name, trust_remote_code=False)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer {args.tokenizer_name} has no end-of-text token")
+    if tokenizer.eos_token_id is None or not tokenizer.is_fast:
+        raise ValueError(f"the tokenizer {args.tokenizer_name} has no end-of-text token or is slow")
     if len(tokenizer) > config.vocab_size:
         sizes = f"{len(tokenizer)} tokens, the model's vocabulary {config.vocab_size}"
         raise ValueError(f"the tokenizer {args.tokenizer_name} has {sizes}: they do not fit")
@@ -1079,6 +1147,7 @@ def leave_signals_to_the_trainer(worker):
         return
     trainer = multiprocessing.parent_process().pid
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.set_wakeup_fd(-1)
 
     def obey_the_trainer():
         while signal.sigwaitinfo(SIGNALS).si_pid != trainer:
@@ -1089,11 +1158,11 @@ def leave_signals_to_the_trainer(worker):
 
 
 def prepare_dataloader(dataset: Dataset, args, device: torch.device):
-    together = args.batch_size * dist.get_world_size()
+    default = args.batch_size * dist.get_world_size()
     sampler = StepSampler(
         len(dataset),
         args.batch_size,
-        args.global_batch_size or together,
+        args.global_batch_size or default,
         args.seed,
     )
     return DataLoader(
@@ -1131,6 +1200,7 @@ def bind_cpus():
         share = len(cpus) // len(here)
         begin = here.index(dist.get_rank()) * share
         os.sched_setaffinity(0, cpus[begin : begin + share])
+        torch.set_num_threads(min(torch.get_num_threads(), share))
     except (AttributeError, OSError) as error:  # not on macOS, not with more processes than cores
         problem = f"bind-cpus: not on {socket.gethostname()}: {explain(error)}"
     exit_on(problem)
@@ -1141,7 +1211,7 @@ def sample(folder: Path, held_out: TokenDataset, device: torch.device, seed: int
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).to(device)
     inputs, _ = held_out.__getitems__([0])
-    start = inputs[:, : held_out.seq_length // 8].to(device)
+    start = inputs[:, : max(1, held_out.seq_length // 8)].to(device)
     torch.manual_seed(seed)
     longest = getattr(model.config, "max_position_embeddings", 1024)
     length = min(start.shape[1] + 256, longest)
@@ -1161,10 +1231,12 @@ def explain_out_of_memory(error, args):
         signal.signal(number, signal.SIG_DFL)
     time.sleep(5 * dist.get_node_local_rank())  # one tells it, then torchrun ends those who wait
     size, together = args.batch_size, args.global_batch_size
-    advice = f"--seq-length {args.seq_length // 2} or a smaller model"
-    if size > 1:
+    advice = "a smaller model: even one sequence does not fit"
+    if args.fits and size > 1:
         sizes = f"--batch-size {largest_divisor(size)} --global-batch-size {together}"
         advice = f"{sizes} (the same steps, in more passes)"
+    elif args.fits:
+        advice = f"--seq-length {args.seq_length // 2}"
     what = f"{size} sequences of {args.seq_length} tokens do not fit on rank {dist.get_rank()}"
     print(f"ERROR: {what}: {explain(error)} Try {advice}", file=sys.stderr, flush=True)
     os._exit(2)  # the others wait for this process, so there is no orderly end
@@ -1214,22 +1286,27 @@ def parse_args():
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     option("--wandb-group", help="log every rank, in a group of this name (rank 0 only)")
     args = parser.parse_args()
-    least = {"seq_length": 1, "batch_size": 1, "global_batch_size": 1, "num_epochs": 1}
-    least |= {"max_steps": 1, "lr": 0, "warmup_steps": 0, "weight_decay": 0, "clip_norm": 0}
-    least |= {"dropout": 0, "seed": 0, "log_freq": 1, "eval_freq": 1, "ckpt_freq": 1}
-    least |= {"bucket_cap_mb": 1}
+    positive = ("seq_length", "batch_size", "global_batch_size", "num_epochs", "max_steps")
+    positive += ("log_freq", "eval_freq", "ckpt_freq", "bucket_cap_mb")
+    others = ("lr", "warmup_steps", "weight_decay", "clip_norm", "dropout", "seed")
+    least = dict.fromkeys(positive, 1) | dict.fromkeys(others, 0)
     for name, value in least.items():
         given = getattr(args, name)
         limit = math.inf if isinstance(given, float) else 2**31
         if given is not None and not value <= given < limit:
             parser.error(f"{name.replace('_', '-')}: at least {value}, not {given}")
-    if not (args.resume in ("latest", "none") or args.resume.isdecimal()):
+    if not (args.resume in ("latest", "none") or re.fullmatch("[1-9][0-9]{0,7}", args.resume)):
         parser.error(f"resume: give latest, none or the number of a step, not {args.resume!r}")
     if args.tokenizer_name is None:
         model = Path(args.model_name)
         args.tokenizer_name = str(model.parent) if model.is_file() else args.model_name
         if args.model_name == "byte-gpt":
             args.tokenizer_name = "bytes"
+    name = args.experiment_name
+    if name in ("", "..") or name != Path(name).name:
+        parser.error(f"experiment-name: give the name of a folder, not {name!r}")
+    if not args.dataset_name:
+        parser.error("dataset-name: give a name, not ''")
     try:
         folder = Path(args.save_dir) / args.experiment_name
         folder.mkdir(parents=True, exist_ok=True)
@@ -1243,7 +1320,9 @@ def build_trainer(args) -> Trainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
     device = ddp_setup()
     exit_on(None)  # what was typed on another machine may be wrong: then all end here
+    exit_on_difference(args)
     exit_on_remainder(args)
+    args.fits = False  # that is to be seen
     if args.bind_cpus:
         bind_cpus()
     on_gpu = device.type == "cuda"
