@@ -1111,7 +1111,7 @@ def load_train_objs(args):
     else:
         model = AutoModelForCausalLM.from_config(config)
     model.float()
-    # transformers may build a mask and hand it to attention, and a mask rules out the fast kernels.
+    # transformers may hand a causal mask to attention, which then computes the masked half as well.
     # What has a name of its own gets none, and then scaled_dot_product_attention is told "causal".
     special = ("sliding_window", "attention_chunk_size")
     plain = all(getattr(config, name, None) is None for name in special)
