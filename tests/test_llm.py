@@ -233,6 +233,23 @@ def test_a_step_is_that_of_adamw_with_clipping_and_a_schedule(local, tmp_path, o
     assert metrics("outputs/dropout", "validation/loss")[1] == pytest.approx(loss, rel=1e-6)
 
 
+def test_dropout_differs_between_ranks_and_the_best_model_is_the_best(local, tmp_path):
+    """Where all sequences are the same, two ranks with one mask would have the loss of one rank.
+
+    Nothing is learnt here, so only the first of the evaluations is better than those before.
+    """
+    (tmp_path / "same.txt").write_text("abcdefgh" * 100)
+    options = ["--dataset-name", "same.txt", "--seq-length", 8, "--batch-size", 1, "--lr", 0]
+    options += ["--dropout", 0.5, "--max-steps", 3, "--log-freq", 1, "--eval-freq", 1]
+    losses = []
+    for nproc in 1, 2:
+        name = ("--experiment-name", f"on-{nproc}")
+        output = launch.run(llm(local, *options, *name, nproc=nproc))
+        losses.append(metrics(f"outputs/on-{nproc}", "train/loss")[1])
+        assert output.count(f"Model saved at outputs/on-{nproc}/best") == 1
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
 LONG = ("--batch-size", 3, "--global-batch-size", 6, "--dropout", 0.1, "--lr", 1e-3)
 LONG += ("--num-epochs", 3, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 20)
 LONG += ("--init", "pretrained")  # whose dropout has to be on from the first step
