@@ -27,18 +27,20 @@ def count_gpus() -> int:
     return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
 
 
-def find_free_port() -> int:
-    """Return a port of this run's own, so that a second run on the machine does not meet it."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))  # port 0: the system chooses a free one
-        return probe.getsockname()[1]
+def start_store() -> dist.TCPStore:
+    """Listen on a port of this run's own, for this machine only: the processes will meet there."""
+    listener = socket.create_server(("127.0.0.1", 0))  # port 0: the system chooses a free one
+    address, port = listener.getsockname()
+    listening = {"master_listen_fd": listener.detach(), "wait_for_workers": False}
+    return dist.TCPStore(address, port, is_master=True, **listening)
 
 
 def ddp_setup(rank: int, world_size: int, port: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
-    os.environ["MASTER_ADDR"] = "localhost"  # where rank 0 waits for the others
-    os.environ["MASTER_PORT"] = str(port)
+    # On the CPU they talk over the loopback interface, which no other machine can reach.
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(max(1, torch.get_num_threads() // world_size))  # share the cores
     device = torch.device("cpu")
     if count_gpus() > 0:
@@ -46,6 +48,7 @@ def ddp_setup(rank: int, world_size: int, port: int) -> torch.device:
         torch.accelerator.set_device_index(rank)  # or every process would open GPU 0 as well
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # NCCL for CUDA and ROCm, gloo for the CPU
+        store=dist.TCPStore("127.0.0.1", port),
         rank=rank,
         world_size=world_size,
         device_id=None if device.type == "cpu" else device,
@@ -198,8 +201,9 @@ def main(rank, world_size, port, args):
 
 if __name__ == "__main__":
     args = parse_args()
+    store = start_store()
     try:
-        mp.spawn(main, args=(args.nproc, find_free_port(), args), nprocs=args.nproc)
+        mp.spawn(main, args=(args.nproc, store.port, args), nprocs=args.nproc)
     except KeyboardInterrupt:
         for process in mp.active_children():  # they may be waiting for one another
             process.kill()

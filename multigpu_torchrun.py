@@ -5,12 +5,16 @@ Run:  torchrun --standalone --nproc_per_node=gpu multigpu_torchrun.py 50 10
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
+import zipfile
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,8 +34,19 @@ def count_gpus() -> int:
     return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
 
 
-def ddp_setup() -> torch.device:
-    """Join the process group that torchrun describes and return this process's own device."""
+def end_with_launcher():
+    """End this process once its parent is gone: a torchrun that is killed leaves its processes."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ddp_setup(timeout: int = 600) -> torch.device:
+    """Join the process group that torchrun describes and return this process's own device.
+
+    A rank that has waited for another for `timeout` seconds fails, and with it the job.
+    """
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = " ".join(name for name in names if name not in os.environ)
@@ -40,6 +55,12 @@ def ddp_setup() -> torch.device:
         print(f"ERROR: {missing} not set. Start with: {command} (no GPU: auto)", file=sys.stderr)
         sys.exit(2)
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])
+    if dist.is_torchelastic_launched():
+        threading.Thread(target=end_with_launcher, daemon=True).start()
+    if local_world_size == world_size:
+        # On the CPU they talk over the loopback interface, which no other machine can reach.
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     device = torch.device("cpu")
     if 0 < count_gpus() < local_world_size:
         time.sleep(60 * local_rank)  # local rank 0 tells it, then torchrun ends those who wait
@@ -51,6 +72,7 @@ def ddp_setup() -> torch.device:
         torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # NCCL for CUDA and ROCm, gloo for the CPU
+        timeout=timedelta(seconds=timeout),
         device_id=None if device.type == "cpu" else device,
     )
     where = f"Host: {socket.gethostname()} | Pid: {os.getpid()} | Device: {device}"
@@ -156,6 +178,9 @@ class Trainer:
         problem = None
         if os.path.exists(self.snapshot_path):
             try:  # weights_only: a file from elsewhere must not run code
+                with zipfile.ZipFile(self.snapshot_path) as file:  # torch.load checks no sums
+                    if file.testzip():
+                        raise zipfile.BadZipFile
                 snapshot = torch.load(self.snapshot_path, map_location="cpu", weights_only=True)
                 self._resume(snapshot)
             except Exception as error:
@@ -236,11 +261,12 @@ def parse_args():
     option("--batch_size", "--batch-size", default=32, help="samples in a step of a process (32)")
     option("--seed", default=0, help="fixes the initial weights and the order of samples (0)")
     path = "snapshot.pt"
+    option("--timeout", default=600, help="seconds to wait for another rank, then fail (600)")
     option("--snapshot_path", "--snapshot-path", default=path, help=f"to save and resume ({path})")
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     args = parser.parse_intermixed_args()
-    minimum = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}
+    minimum = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0, "timeout": 1}
     for name, least in minimum.items():
         text = str(getattr(args, name))
         if not (text.isdecimal() and len(text) < 11 and least <= int(text) < 2**31):
@@ -258,7 +284,7 @@ def parse_args():
 
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
-    device = ddp_setup()
+    device = ddp_setup(args.timeout)
     dataset, model, optimizer = load_train_objs(args.seed)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)

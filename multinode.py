@@ -7,12 +7,16 @@ Run on each machine, with the address of one of them (IPv4, [IPv6] or name) as t
 
 import argparse
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import uuid
+import zipfile
 from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -32,8 +36,19 @@ def count_gpus() -> int:
     return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
 
 
-def ddp_setup() -> torch.device:
-    """Join the process group that torchrun describes and return this process's own device."""
+def end_with_launcher():
+    """End this process once its parent is gone: a torchrun that is killed leaves its processes."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ddp_setup(timeout: int = 600) -> torch.device:
+    """Join the process group that torchrun describes and return this process's own device.
+
+    A rank that has waited for another for `timeout` seconds fails, and with it the job.
+    """
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = " ".join(name for name in names if name not in os.environ)
@@ -42,6 +57,12 @@ def ddp_setup() -> torch.device:
         print(f"ERROR: {missing} not set. Start with: {command} (no GPU: auto)", file=sys.stderr)
         sys.exit(2)
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])
+    if dist.is_torchelastic_launched():
+        threading.Thread(target=end_with_launcher, daemon=True).start()
+    if local_world_size == world_size:
+        # On the CPU they talk over the loopback interface, which no other machine can reach.
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     device = torch.device("cpu")
     if 0 < count_gpus() < local_world_size:
         time.sleep(60 * local_rank)  # local rank 0 tells it, then torchrun ends those who wait
@@ -53,6 +74,7 @@ def ddp_setup() -> torch.device:
         torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
     dist.init_process_group(
         dist.get_default_backend_for_device(device),  # NCCL for CUDA and ROCm, gloo for the CPU
+        timeout=timedelta(seconds=timeout),
         device_id=None if device.type == "cpu" else device,
     )
     where = f"Host: {socket.gethostname()} | Pid: {os.getpid()} | Device: {device}"
@@ -74,6 +96,15 @@ def exit_on(problem: str | None):
     dist.barrier()  # as soon as one process ends, torchrun ends the others
     dist.destroy_process_group()
     sys.exit(2)
+
+
+def exit_on_difference(args, may_differ: tuple[str, ...]):
+    """What was typed on different machines has to agree, or the ranks would train apart."""
+    typed = [None] * dist.get_world_size()
+    dist.all_gather_object(typed, vars(args))
+    different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
+    different = [key.replace("_", "-") for key in different if key not in may_differ]
+    exit_on(f"{', '.join(different)}: not the same on all machines" if different else None)
 
 
 class Trainer:
@@ -158,6 +189,9 @@ class Trainer:
         snapshot, problem = None, None
         if os.path.exists(self.snapshot_path):
             try:  # weights_only: a file from elsewhere must not run code
+                with zipfile.ZipFile(self.snapshot_path) as file:  # torch.load checks no sums
+                    if file.testzip():
+                        raise zipfile.BadZipFile
                 snapshot = torch.load(self.snapshot_path, map_location="cpu", weights_only=True)
                 self._resume(snapshot)
             except Exception as error:
@@ -167,8 +201,12 @@ class Trainer:
                 )
         exit_on(problem)
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
-        epochs = [None] * dist.get_world_size()
-        dist.all_gather_object(epochs, self.epochs_run)
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (self.epochs_run, snapshot and self.wandb_id))
+        epochs, jobs = zip(*found, strict=True)
+        different = len(set(jobs) - {None}) > 1
+        problem = "is not of the same job on all machines: move away those of the others"
+        exit_on(f"{self.snapshot_path} {problem}" if different else None)
         newest = [snapshot, self.wandb_id]
         dist.broadcast_object_list(newest, src=epochs.index(max(epochs)), device=self.device)
         snapshot, self.wandb_id = newest
@@ -247,11 +285,12 @@ def parse_args():
     option("--batch_size", "--batch-size", default=32, help="samples in a step of a process (32)")
     option("--seed", default=0, help="fixes the initial weights and the order of samples (0)")
     path = "snapshot.pt"
+    option("--timeout", default=600, help="seconds to wait for another rank, then fail (600)")
     option("--snapshot_path", "--snapshot-path", default=path, help=f"to save and resume ({path})")
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     args = parser.parse_intermixed_args()
-    minimum = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0}
+    minimum = {"total_epochs": 1, "save_every": 1, "batch_size": 1, "seed": 0, "timeout": 1}
     for name, least in minimum.items():
         text = str(getattr(args, name))
         if not (text.isdecimal() and len(text) < 11 and least <= int(text) < 2**31):
@@ -269,8 +308,9 @@ def parse_args():
 
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
-    device = ddp_setup()
+    device = ddp_setup(args.timeout)
     exit_on(None)  # what was typed on another machine may be wrong: then all end here
+    exit_on_difference(args, may_differ=("snapshot_path",))
     dataset, model, optimizer = load_train_objs(args.seed)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)

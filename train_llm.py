@@ -33,8 +33,10 @@ import textwrap
 import threading
 import time
 import uuid
+import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -85,8 +87,19 @@ def count_gpus() -> int:
     return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
 
 
-def ddp_setup() -> torch.device:
-    """Join the process group that torchrun describes and return this process's own device."""
+def end_with_launcher():
+    """End this process once its parent is gone: a torchrun that is killed leaves its processes."""
+    launcher = os.getppid()
+    while os.getppid() == launcher:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ddp_setup(timeout: int = 600) -> torch.device:
+    """Join the process group that torchrun describes and return this process's own device.
+
+    A rank that has waited for another for `timeout` seconds fails, and with it the job.
+    """
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if not any(name in os.environ for name in names):  # started by python: a job of one process
@@ -97,6 +110,12 @@ def ddp_setup() -> torch.device:
         print(f"ERROR: {missing} not set. Start with: {command} (no GPU: auto)", file=sys.stderr)
         sys.exit(2)
     rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in names[:4])
+    if dist.is_torchelastic_launched():
+        threading.Thread(target=end_with_launcher, daemon=True).start()
+    if local_world_size == world_size:
+        # On the CPU they talk over the loopback interface, which no other machine can reach.
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     device = torch.device("cpu")
     if 0 < count_gpus() < local_world_size:
         time.sleep(60 * local_rank)  # local rank 0 tells it, then torchrun ends those who wait
@@ -110,6 +129,7 @@ def ddp_setup() -> torch.device:
     dist.init_process_group(
         # What lies in main memory goes through gloo, so that to agree is not to wait for the GPU.
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
+        timeout=timedelta(seconds=timeout),
         device_id=None if device.type == "cpu" else device,
     )
     where = f"Host: {socket.gethostname()} | Pid: {os.getpid()} | Device: {device}"
@@ -131,6 +151,15 @@ def exit_on(problem: str | None):
     dist.barrier()  # as soon as one process ends, torchrun ends the others
     dist.destroy_process_group()
     sys.exit(2)
+
+
+def exit_on_difference(args, may_differ: tuple[str, ...]):
+    """What was typed on different machines has to agree, or the ranks would train apart."""
+    typed = [None] * dist.get_world_size()
+    dist.all_gather_object(typed, vars(args))
+    different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
+    different = [key.replace("_", "-") for key in different if key not in may_differ]
+    exit_on(f"{', '.join(different)}: not the same on all machines" if different else None)
 
 
 def explain(error: BaseException) -> str:
@@ -915,6 +944,9 @@ class Trainer:
         name, unusable = None, {}
         for path in paths:
             try:  # weights_only: a file from elsewhere must not run code
+                with zipfile.ZipFile(path) as file:  # torch.load checks no sums
+                    if file.testzip():
+                        raise zipfile.BadZipFile("a checksum in it is wrong")
                 snapshot = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
                 self._resume(snapshot)
                 name = snapshot["name"]
@@ -923,13 +955,17 @@ class Trainer:
                 unusable[path] = f"{path} cannot be used: {explain(error)}"
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
         found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (self.steps_run, name, list(unusable.values())))
-        steps, names, lines = zip(*found, strict=True)
+        job = self.wandb_id if name else None
+        dist.all_gather_object(found, (self.steps_run, name, job, list(unusable.values())))
+        steps, names, jobs, lines = zip(*found, strict=True)
         lines = sorted(set(itertools.chain(*lines)))
         if lines and not any(names):
             problem = f"{lines[-1]}. Move it away, or choose another --experiment-name"
         elif asked.isdecimal() and not any(names):
             problem = f"resume: there is no snapshot of step {asked} in {self.folder}"
+        elif len(set(jobs) - {None}) > 1:
+            problem = "is not of the same job on all machines: move away those of the others"
+            problem = f"{self.folder} {problem}"
         exit_on(problem)
         sampler, source = self.train_data.batch_sampler, steps.index(max(steps))
         newest = [self.steps_run, self.best_loss, self.wandb_id]
@@ -1044,16 +1080,6 @@ class Trainer:
                 self.wandb_run.define_metric(metrics, step_metric="global_step")
         except Exception as error:
             print(f"Training goes on without wandb: {error}")
-
-
-def exit_on_difference(args):
-    """What was typed on different machines has to agree, or the ranks would train apart."""
-    may_differ = ("save_dir", "dataset_name", "model_name", "tokenizer_name")  # paths of a machine
-    typed = [None] * dist.get_world_size()
-    dist.all_gather_object(typed, vars(args))
-    different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
-    different = [key.replace("_", "-") for key in different if key not in may_differ]
-    exit_on(f"{', '.join(different)}: not the same on all machines" if different else None)
 
 
 def exit_on_remainder(args):
@@ -1281,13 +1307,14 @@ def parse_args():
     option("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of products")
     option("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile (on a GPU)")
     option("--bucket-cap-mb", type=int, default=25, help="MiB of gradients sent at once (25)")
+    option("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
     option("--bind-cpus", action="store_true", help="give each process CPU cores of its own")
     modes = ("disabled", "offline", "online")
     option("--wandb", choices=modes, default="disabled", help="offline needs no account (disabled)")
     option("--wandb-group", help="log every rank, in a group of this name (rank 0 only)")
     args = parser.parse_args()
     positive = ("seq_length", "batch_size", "global_batch_size", "num_epochs", "max_steps")
-    positive += ("log_freq", "eval_freq", "ckpt_freq", "bucket_cap_mb")
+    positive += ("log_freq", "eval_freq", "ckpt_freq", "bucket_cap_mb", "timeout")
     others = ("lr", "warmup_steps", "weight_decay", "clip_norm", "dropout", "seed")
     least = dict.fromkeys(positive, 1) | dict.fromkeys(others, 0)
     for name, value in least.items():
@@ -1318,9 +1345,10 @@ def parse_args():
 
 def build_trainer(args) -> Trainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
-    device = ddp_setup()
+    device = ddp_setup(args.timeout)
     exit_on(None)  # what was typed on another machine may be wrong: then all end here
-    exit_on_difference(args)
+    names = ("save_dir", "dataset_name", "model_name", "tokenizer_name")  # paths of a machine
+    exit_on_difference(args, may_differ=names)
     exit_on_remainder(args)
     args.fits = False  # that is to be seen
     if args.bind_cpus:

@@ -34,7 +34,8 @@ sys.argv[1:] = ["1"]
 for script in multigpu_torchrun, multinode:
     script.main(script.parse_args())
     report()
-multigpu.main(0, 1, multigpu.find_free_port(), multigpu.parse_args())
+store = multigpu.start_store()
+multigpu.main(0, 1, store.port, multigpu.parse_args())
 report()
 """
 RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}

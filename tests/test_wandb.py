@@ -21,7 +21,8 @@ import sys
 import single_gpu, multigpu, multigpu_torchrun, multinode
 for script in single_gpu, multigpu_torchrun, multinode:
     script.main(script.parse_args())
-multigpu.main(0, 1, multigpu.find_free_port(), multigpu.parse_args())
+store = multigpu.start_store()
+multigpu.main(0, 1, store.port, multigpu.parse_args())
 print("wandb imported:", "wandb" in sys.modules)
 """
 
