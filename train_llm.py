@@ -1168,7 +1168,7 @@ def load_train_objs(args):
 
 def leave_signals_to_the_trainer(worker):
     """Let a process that reads data go on until its trainer ends it, whoever else sends signals."""
-    if not hasattr(signal, "sigwaitinfo"):  # macOS does not tell who sends a signal
+    if not hasattr(signal, "sigtimedwait"):  # macOS does not tell who sends a signal
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
     trainer = multiprocessing.parent_process().pid
@@ -1176,8 +1176,10 @@ def leave_signals_to_the_trainer(worker):
     signal.set_wakeup_fd(-1)
 
     def obey_the_trainer():
-        while signal.sigwaitinfo(SIGNALS).si_pid != trainer:
-            pass
+        while os.getppid() == trainer:  # or it holds a killed trainer's connections open
+            received = signal.sigtimedwait(SIGNALS, 1)
+            if received and received.si_pid == trainer:
+                break
         os._exit(0)
 
     threading.Thread(target=obey_the_trainer, daemon=True).start()

@@ -15,6 +15,8 @@ def on_the_cpu_in_an_empty_folder(request, monkeypatch, tmp_path):
     elif torch.cuda.device_count() < marker.args[0]:
         pytest.skip(f"needs {marker.args[0]} GPUs, this machine has {torch.cuda.device_count()}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # a script that runs in this process may set it
     monkeypatch.chdir(tmp_path)
 
 

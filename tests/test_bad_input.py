@@ -16,6 +16,7 @@ SCRIPTS = ("single_gpu", "multigpu", "multigpu_torchrun", "multinode")
 WITH_SNAPSHOT = SCRIPTS[2:]
 COUNTS = [("multigpu", "nproc")]
 COUNTS += product(SCRIPTS, ("total_epochs", "save_every", "batch_size", "seed"))
+COUNTS += product(WITH_SNAPSHOT, ("timeout",))
 
 # @record wants a stderr with a file descriptor, which the captured one is not.
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
@@ -75,6 +76,13 @@ def good(tmp_path_factory):
     folder, cpu = tmp_path_factory.mktemp("good"), {"CUDA_VISIBLE_DEVICES": ""}
     launch.run(launch.torchrun(launch.TORCHRUN_SCRIPT, 1, nproc=1), cwd=folder, **cpu)
     return (folder / "snapshot.pt").read_bytes()
+
+
+def flipped(good):
+    """The bytes of a snapshot with one bit of a weight that is not what it was."""
+    weight = torch.load(io.BytesIO(good))["model"]["0.weight"].numpy().tobytes()
+    position = good.index(weight) + len(weight) // 2
+    return good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :]
 
 
 def packed(value):
@@ -151,6 +159,7 @@ BAD_SNAPSHOTS = {
     "cut after 100 bytes": lambda good: good[:100],
     "cut in half": lambda good: good[: len(good) // 2],
     "cut before the last byte": lambda good: good[:-1],
+    "one bit of a weight flipped": flipped,
     "a text": lambda good: b"It was a dark and stormy night.\n",
     "a list": lambda good: packed([1, 2]),
     "only weights": lambda good: packed(torch.load(io.BytesIO(good))["model"]),

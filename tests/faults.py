@@ -1,0 +1,791 @@
+"""Break training jobs on purpose, in every way that we know, and look at what is left.
+
+  python tests/faults.py                                    each fault on each script, once
+  python tests/faults.py --fault SIGKILL --script multinode.py
+  python tests/faults.py --runs 200 --seed 1 --write docs/reliability.md
+
+A run starts a script under its real launcher, on one host or two, does one thing to it at a moment
+that the seed decides, and lets the launcher, or the command typed once more as a person would,
+bring it back, until the training is done. It is counted as lost unless
+
+- the job ended or went on, and did not hang longer than its time-out allows,
+- no more was trained again than what came after the last save,
+- the snapshot at the end is bit for bit that of a run that nobody disturbed,
+- the snapshot before it was never harmed: what was announced as saved is there, and can be read,
+- no process, no temporary file and no open port is left.
+
+It needs Linux, root and the commands ip, unshare and nsenter, since each host is a namespace of
+this machine with a network card and a disk of its own; for the clock, also libfaketime.
+"""
+
+import argparse
+import dataclasses
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import launch
+import torch
+from hosts import Network, has_namespaces
+
+TIMEOUT = 8  # seconds that a rank waits for another
+KILLED_AFTER = 30  # seconds that torchrun gives a process to end, before it kills it
+ALLOWED = TIMEOUT + KILLED_AFTER + 60  # seconds to notice a fault and start again, on slow cores
+DRIVER = '''
+"""Runs the script in sys.argv; SIGUSR2 brings about what `failure` says in this process."""
+import runpy, signal, sys
+import torch
+from torch.utils.data._utils import fetch
+broken = False
+def signalled(*_):
+    global broken
+    broken = True
+def failing(self, *args):
+    if broken:
+        {failure}
+    return fetch_batch(self, *args)
+fetch_batch = fetch._MapDatasetFetcher.fetch
+fetch._MapDatasetFetcher.fetch = failing
+signal.signal(signal.SIGUSR2, signalled)
+sys.path.insert(0, {root!r})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+'''
+LIBFAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
+START = re.compile(r"^\[CPU0\] Epoch (\d+) |^Step (\d+)/\d+ \| Loss", re.MULTILINE)
+SAVED = re.compile(r"^(?:Epoch|Step) (\d+) \| Training snapshot saved", re.MULTILINE)
+RESUMED = re.compile(r"^Resuming training from snapshot at (?:Epoch|Step) (\d+)", re.MULTILINE)
+
+
+@dataclasses.dataclass
+class Script:
+    """How a script is started here, and how its progress is counted, in epochs or steps."""
+
+    name: str
+    names: tuple[str, ...]  # of its hosts
+    nproc: int  # on each host
+    unit: str
+    total: int
+    every: int  # from one save to the next
+
+    def command(self, options=(), driver=()):
+        """What is typed on each host."""
+        args = [f"--timeout={TIMEOUT}", *options]
+        if self.name == "train_llm.py":
+            text, model = (str(launch.ROOT / "README.md"), "../gpt2.json")
+            args += ["--dataset-name", text, "--model-name", model, "--tokenizer-name", "bytes"]
+            args += ["--max-steps", self.total, "--ckpt-freq", self.every, "--log-freq", 1]
+            args += ["--eval-freq", 1000, "--batch-size", 2]
+        else:
+            args = [self.total, self.every, *args]
+        script = [*driver, launch.ROOT / self.name]
+        restarts = ["--max-restarts=3"]
+        if len(self.names) == 1:
+            options = ("--standalone", *restarts)
+            return launch.torchrun(*map(str, script), *args, nproc=self.nproc, options=options)
+        options = (*restarts, "--rdzv-conf=join_timeout=60,read_timeout=20")
+        first, *rest = map(str, script)
+        how = {"nproc": self.nproc, "nnodes": len(self.names), "options": options}
+        return launch.agent("10.77.0.1:29603", *rest, *args, script=first, **how)
+
+
+def named(name: str) -> Script:
+    return next(script for script in SCRIPTS if script.name == name)
+
+
+SCRIPTS = [
+    Script("multigpu_torchrun.py", ("alpha",), 2, "epoch", 60, 4),
+    Script("multinode.py", ("alpha", "beta"), 1, "epoch", 60, 4),
+    Script("train_llm.py", ("alpha",), 2, "step", 120, 8),
+]
+GPT2 = (
+    '{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 32,'
+    ' "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
+)
+
+
+class Job:
+    """A script on its hosts: its processes, its disks and what it has printed."""
+
+    def __init__(self, script: Script, network: Network, rng: random.Random, fault=None):
+        self.script, self.network, self.rng = script, network, rng
+        self.hosts = network.hosts
+        self.options = {host: [] for host in self.hosts}  # what is typed on one host only
+        self.launchers, self.pipes = {}, []
+        self.aimed_at = {}  # pids by rank, and all pids by host, before a save
+        self.env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        self.env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "eth0"}
+        if len(self.hosts) == 1:
+            del self.env["GLOO_SOCKET_IFNAME"]
+        self.driver = []
+        for host in self.hosts:
+            disk, temporary = host.folder / "disk", host.folder / "tmp"
+            disk.mkdir()
+            temporary.mkdir()
+            host.sh(f"mount -t tmpfs -o size=24m tmpfs {disk}")
+            # The disk as it is seen from outside of the host.
+            host.disk = Path(f"/proc/{host.holder.pid}/root{disk}")
+            (host.folder / "gpt2.json").write_text(GPT2)
+        if fault and fault.failure:
+            path = self.hosts[0].folder.parent / "driver.py"
+            path.write_text(DRIVER.format(failure=fault.failure, root=str(launch.ROOT)))
+            self.driver = [path]
+        if fault and fault.name == "the clock is moved":
+            self.env |= {"LD_PRELOAD": str(LIBFAKETIME), "FAKETIME_NO_CACHE": "1"}
+            self.env |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+            self.set_clock(0)
+
+    def set_clock(self, seconds):
+        for host in self.hosts[-1:]:
+            (host.folder / "clock").write_text(f"{seconds:+d}")
+
+    def start(self, host):
+        """Type the command on `host`."""
+        command = self.script.command(self.options[host], self.driver)
+        enter = ["sh", "-c", 'cd "$0" && exec "$@"', str(host.folder / "disk")]
+        env = {"TMPDIR": str(host.folder / "tmp")} | self.env
+        if "LD_PRELOAD" in env and host is self.hosts[-1]:
+            env["FAKETIME_TIMESTAMP_FILE"] = str(host.folder / "clock")
+        elif "LD_PRELOAD" in env:
+            del env["LD_PRELOAD"]
+        number = len(list(host.folder.glob("output-*")))
+        with open(host.folder / f"output-{number}.log", "w") as log:
+            # A pipe, as a file would be under the limit on the size of files too.
+            pipe = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=log)
+        env = [f"{key}={value}" for key, value in env.items()]
+        self.launchers[host] = subprocess.Popen(
+            [*host.enter, "env", *env, *enter, *command],
+            stdout=pipe.stdin,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        pipe.stdin.close()
+        self.pipes.append(pipe)
+
+    def start_all(self):
+        for host in self.hosts:
+            if self.ended(host) is not None:
+                self.start(host)
+
+    def ended(self, host):
+        """The exit status of the launcher on `host`, or None while it runs."""
+        return self.launchers[host].poll() if host in self.launchers else -1
+
+    def output(self):
+        """All that was printed, on one host after the other."""
+        paths = [path for host in self.hosts for path in sorted(host.folder.glob("output-*"))]
+        return "".join(path.read_text(errors="replace") for path in paths)
+
+    def ranks(self) -> dict[int, int]:
+        """The pid of each rank that runs now."""
+        found = {}
+        for host in self.hosts:
+            for pid in host.processes():
+                try:
+                    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                    lines = Path(f"/proc/{pid}/environ").read_text().split("\0")
+                except OSError:  # it has just ended
+                    continue
+                env = dict(line.partition("=")[::2] for line in lines)
+                if "RANK" in env and int(stat[1]) == self.launchers[host].pid:
+                    found[int(env["RANK"])] = pid
+        return found
+
+    def rank(self, number) -> int:
+        limit = time.monotonic() + 30
+        while number not in (ranks := self.ranks()):
+            if time.monotonic() > limit:
+                raise Lost(f"rank {number} does not start")
+            time.sleep(0.01)
+        return ranks[number]
+
+    def temporary_files(self):
+        """Half-written files on the disks, and what is left where programs put such files."""
+        found = [path for host in self.hosts for path in host.disk.rglob("*.tmp")]
+        found += [path for host in self.hosts for path in host.disk.rglob("*.old")]
+        return found
+
+    def snapshots(self):
+        """All snapshots on all disks."""
+        names = ("snapshot.pt", "outputs/default/snapshots/step-*.pt")
+        return [path for host in self.hosts for name in names for path in host.disk.glob(name)]
+
+    def newest(self):
+        """The contents of the newest snapshot, without what differs between any two jobs."""
+        found = []
+        for path in self.snapshots():
+            with zipfile.ZipFile(path) as file:
+                if file.testzip():
+                    raise Lost(f"{path} is damaged")
+            found.append(torch.load(path, weights_only=True))
+        if not found:
+            return {"epochs_run": 0}
+        newest = max(found, key=progress)
+        for key in "wandb_id", "name", "tokens":
+            newest.pop(key, None)
+        return newest
+
+    def listening(self):
+        """Ports that somebody listens at on the hosts."""
+        found = []
+        for host in self.hosts:
+            for name in "tcp", "tcp6":
+                lines = Path(f"/proc/{host.holder.pid}/net/{name}").read_text().splitlines()[1:]
+                found += [line.split()[1] for line in lines if line.split()[3] == "0A"]
+        return found
+
+    def die(self):
+        """A power cut on all hosts."""
+        for host in self.hosts:
+            host.die()
+        for host in self.hosts:
+            self.launchers[host].wait()
+
+
+def progress(snapshot) -> int:
+    return snapshot.get("epochs_run", snapshot.get("steps_run"))
+
+
+class Lost(Exception):
+    """A run in which something was lost, and what."""
+
+
+# --- The faults
+
+
+@dataclasses.dataclass
+class Fault:
+    name: str
+    do: Callable[[Job], None]
+    sees: str = ""  # what a person sees that names the cause; nothing: the job just goes on
+    undo: Callable[[Job], None] = lambda job: None  # what a person does before the next command
+    scripts: tuple[str, ...] = tuple(script.name for script in SCRIPTS)
+    in_a_save: bool = False
+    at_any_time: bool = False  # also before the first save
+    patience: float = 3  # seconds that a person waits for the launchers on the other hosts
+    failure: str = ""  # of Python, raised in a rank that gets SIGUSR2
+    costs_the_snapshot: bool = False  # of a script that keeps only one
+
+
+def kill(job, rank=None, everything=False):
+    """Kill a rank, or a launcher, or everything on its host."""
+    host = job.rng.choice(job.hosts)
+    if rank is not None:
+        return os.kill(job.aimed_at.get(rank) or job.rank(rank), signal.SIGKILL)
+    job.launchers[host].kill()
+    if everything:
+        for pid in job.aimed_at.get(host, []):
+            os.kill(pid, signal.SIGKILL)
+        host.die()
+
+
+def send(job, number, to, times):
+    """Send the signal to the launcher, its process group or a rank, once or twice."""
+    host, rank = job.rng.choice(job.hosts), job.rng.choice([0, 1])
+    pid = job.rank(rank) if to == "a rank" else job.launchers[host].pid
+    for time_ in range(times):
+        if time_:
+            time.sleep(job.rng.choice([0.1, 2]))
+        try:
+            if to == "a process group":
+                os.killpg(pid, number)
+            else:
+                os.kill(pid, number)
+        except ProcessLookupError:  # it left after the first
+            pass
+
+
+def cut_link(job, seconds):
+    host = job.rng.choice(job.hosts)
+    job.network.cable(host, "down")
+    if seconds:
+        time.sleep(seconds)
+        job.network.cable(host, "up")
+
+
+def mend_link(job):
+    """A launcher that was cut off from the store waits as long as TCP does, so it is killed."""
+    for host in job.hosts:
+        if job.ended(host) is None:
+            host.die()
+            job.launchers[host].wait()
+    for host in job.hosts:
+        job.network.cable(host, "up")
+
+
+def fill_disk(job):
+    for host in job.hosts:
+        with open(host.disk / "filler", "wb", buffering=0) as file:
+            for size in 2**16, 2**12, 1:  # to the last byte
+                while True:
+                    try:
+                        file.write(bytes(size))
+                    except OSError:
+                        break
+
+
+def empty_disk(job):
+    for host in job.hosts:
+        (host.disk / "filler").unlink(missing_ok=True)
+
+
+def limit_files(job):
+    resource.prlimit(job.rank(0), resource.RLIMIT_FSIZE, (1000, 1000))
+
+
+def remount(job, how):
+    limit = time.monotonic() + 20
+    for host in job.hosts:
+        while True:
+            try:
+                host.sh(f"mount -o remount,{how} {host.folder / 'disk'} 2>/dev/null")
+                break
+            except subprocess.CalledProcessError:  # a file is being written just now
+                if time.monotonic() > limit:
+                    raise
+                time.sleep(0.01)
+
+
+def latest(job):
+    return max(job.snapshots(), key=lambda path: path.stat().st_mtime)
+
+
+def damage(job, how):
+    """While the job is down, cut the newest snapshot off somewhere, or flip a bit of it."""
+    job.die()
+    path = latest(job)
+    content = bytearray(path.read_bytes())
+    position = job.rng.randrange(len(content))
+    if how == "truncate":
+        content = content[:position]
+    else:
+        content[position] ^= 1 << job.rng.randrange(8)
+    path.write_bytes(content)
+    job.start_all()
+
+
+def move_damaged_away(job):
+    for path in job.snapshots():
+        if path.name == "snapshot.pt":  # train_llm.py has renamed its own
+            path.unlink()
+
+
+def leave_older(job):
+    """An older snapshot of the same job lies on the other host."""
+    source = latest(job)
+    older = source.read_bytes()
+    count = len(SAVED.findall(job.output()))
+    wait_for(job, lambda: len(SAVED.findall(job.output())) > count)
+    job.die()
+    for host in job.hosts:
+        if host.disk not in source.parents:
+            (host.disk / "snapshot.pt").write_bytes(older)
+    job.start_all()
+
+
+def leave_foreign(job):
+    """A snapshot of another job lies on the other host."""
+    source = latest(job)
+    job.die()
+    for host in job.hosts:
+        if host.disk not in source.parents:
+            foreign = torch.load(source, weights_only=True) | {"wandb_id": "foreign"}
+            torch.save(foreign, host.disk / "snapshot.pt")
+    job.start_all()
+
+
+def move_foreign_away(job):
+    for path in job.snapshots():
+        if torch.load(path, weights_only=True)["wandb_id"] == "foreign":
+            path.unlink()
+
+
+def leave_temporary(job):
+    """A temporary file that is none of a snapshot lies about, on any host."""
+    job.die()
+    path = latest(job)
+    host = job.rng.choice(job.hosts)
+    name = "snapshot.pt.tmp" if path.name == "snapshot.pt" else "snapshot.tmp"
+    target = host.disk / path.relative_to(next(h.disk for h in job.hosts if h.disk in path.parents))
+    target.with_name(name).write_bytes(job.rng.randbytes(job.rng.randrange(100000)))
+    job.start_all()
+
+
+def fail_in_data(job):
+    """SIGUSR2 to the process that reads the data of a rank: the rank's own, or its child."""
+    pid = job.rank(job.rng.choice([0, 1]))
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    os.kill(int(children[0]) if children else pid, signal.SIGUSR2)
+
+
+def other_arguments(job):
+    """What is typed on one of two hosts differs."""
+    job.die()
+    options = ["--seed=7"], ["--batch_size=16"], ["--total_epochs=70"], ["--save_every=3"]
+    job.options[job.hosts[1]] = job.rng.choice(options)
+    job.start_all()
+
+
+def same_arguments(job):
+    job.options = {host: [] for host in job.hosts}
+
+
+def faults() -> list[Fault]:
+    lost, two = "exitcode: -9", ("multinode.py",)
+    found = []
+    for who, how, sees in [
+        ("rank 0", {"rank": 0}, lost),
+        ("another rank", {"rank": 1}, lost),
+        ("the launcher", {}, "exit status -9"),
+        ("every process of a host", {"everything": True}, "exit status -9"),
+    ]:
+        action = partial(kill, **how)
+        found += [Fault(f"SIGKILL of {who}", action, sees, at_any_time=True)]
+        found += [Fault(f"SIGKILL of {who} in a save", action, sees, in_a_save=True)]
+    for name in "SIGTERM", "SIGINT", "SIGUSR1":
+        number = signal.Signals[name]
+        for to in "the launcher", "a rank", "a process group":
+            for times, word in (1, "once"), (2, "twice"):
+                action = partial(send, number=number, to=to, times=times)
+                sees = rf"{name}|signal: {number}\b|(exitcode:|exit status) -{number}\b"
+                sees += "|KeyboardInterrupt" if name == "SIGINT" else ""
+                found += [Fault(f"{name} to {to}, {word}", action, sees)]
+    late = "[Tt]imed out waiting"
+    found += [
+        Fault("SIGSTOP of a rank, for good", lambda job: os.kill(
+            job.rank(job.rng.choice([0, 1])), signal.SIGSTOP), late),
+        Fault("the link is cut for 4 s", partial(cut_link, seconds=4), scripts=two),
+        Fault("the link is cut for good", partial(cut_link, seconds=0), late, mend_link, two,
+              patience=10),
+        Fault("the disk is full", fill_disk, "No space left on device", empty_disk),
+        Fault("the size of files is limited", limit_files, "File too large"),
+        Fault("the folder becomes read-only", partial(remount, how="ro"),
+              "Read-only file system", partial(remount, how="rw")),
+        Fault("the newest snapshot is cut off", partial(damage, how="truncate"),
+              "is damaged|cannot be used", move_damaged_away, costs_the_snapshot=True),
+        Fault("a bit of the newest snapshot is flipped", partial(damage, how="flip"),
+              "is damaged|cannot be used", move_damaged_away, costs_the_snapshot=True),
+        Fault("the other host has an older snapshot", leave_older, scripts=two),
+        Fault("the other host has a snapshot of another job", leave_foreign,
+              "not of the same job", move_foreign_away, two),
+        Fault("a temporary file is left over", leave_temporary),
+        Fault("the clock is moved", lambda job: job.set_clock(job.rng.choice([-3600, 3600]))),
+        Fault("a rank is out of memory", fail_in_data,
+              "you tried to allocate|not enough memory", failure="torch.empty(2**45)"),
+        Fault("an exception in the data of a rank", fail_in_data, "record 17 is broken",
+              failure="raise ValueError('record 17 is broken')"),
+        Fault("the arguments differ between hosts", other_arguments,
+              "not the same on all machines", same_arguments, two),
+    ]  # fmt: skip
+    return found
+
+
+# --- A run
+
+
+@dataclasses.dataclass
+class Result:
+    number: int
+    script: Script
+    fault: Fault
+    lost: str = ""  # what was lost, or nothing
+    noticed: float | None = None  # seconds
+    seen: str = ""  # what named the cause
+    commands: int = 0  # that a person had to type
+    repeated: int = 0  # epochs or steps
+    in_a_save: bool = False  # a temporary file was there when it was done
+    folder: Path | None = None
+    output: str = ""
+
+    def __str__(self):
+        noticed = f"{self.noticed:.1f} s" if self.noticed is not None else "-"
+        by = f"command x {self.commands}" if self.commands else "itself"
+        parts = [self.script.name, self.fault.name, f"noticed after {noticed}", f"back by {by}"]
+        parts += [f"{self.repeated} {self.script.unit}s again"]
+        parts += [f"LOST: {self.lost} ({self.folder})" if self.lost else "ok"]
+        return " | ".join(parts)
+
+
+def wait_for(job, condition, seconds=60):
+    limit = time.monotonic() + seconds
+    while not condition():
+        if any(job.ended(host) is not None for host in job.hosts):
+            raise Lost("the job ended before its time")
+        if time.monotonic() > limit:
+            raise Lost("what was waited for did not happen")
+        time.sleep(0.02)
+
+
+def reach_the_moment(job, fault):
+    """Wait for a random moment of training or, if the fault is for that, of a save."""
+    rng, script = job.rng, job.script
+    if fault.at_any_time and rng.random() < 0.2:  # while it starts
+        job.rank(1)
+        time.sleep(rng.uniform(0, 3))
+        return
+    saves = rng.randint(1, int(0.6 * script.total / script.every))
+    wait_for(job, lambda: len(SAVED.findall(job.output())) >= saves)
+    if not fault.in_a_save:
+        time.sleep(rng.uniform(0, 0.5))
+        return
+    job.aimed_at = job.ranks() | {host: host.processes() for host in job.hosts}
+    name = "snapshot.pt.tmp" if script.unit == "epoch" else "outputs/default/snapshots/snapshot.tmp"
+    paths = [str(host.disk / name) for host in job.hosts]
+    limit = time.monotonic() + 20
+    while not any(map(os.path.exists, paths)):  # without a pause, as a save takes milliseconds
+        if time.monotonic() > limit:
+            raise Lost("no save came")
+    delay = time.perf_counter() + rng.uniform(0, 0.0005)
+    while time.perf_counter() < delay:
+        pass
+
+
+def undisturbed(script: Script, folder: Path):
+    """The last snapshot of a run that nobody disturbs."""
+    with Network(folder, script.names, ipv6=False) as network:
+        job = Job(script, network, random.Random(0))
+        job.start_all()
+        limit = time.monotonic() + 120
+        while any(job.ended(host) is None for host in job.hosts):
+            if time.monotonic() > limit:
+                break
+            time.sleep(0.1)
+        if any(job.ended(host) != 0 for host in job.hosts):
+            sys.exit(f"ERROR: {script.name} does not even run undisturbed:\n{job.output()}")
+        return job.newest()
+
+
+def bring_back(job, result, begin, saved):
+    """Do what a person does, until the job has ended well."""
+    fault, deadline, commands = result.fault, begin + ALLOWED, 0
+    seen_before = 0
+    while True:
+        statuses = [job.ended(host) for host in job.hosts]
+        output = job.output()
+        marks = "".join(f"exit status {status}\n" for status in statuses if status)
+        match = re.search(fault.sees, output + marks) if fault.sees else None
+        if match and result.noticed is None:
+            result.noticed, result.seen = time.monotonic() - begin, match.group()
+        if all(status == 0 for status in statuses):
+            return
+        count = len(START.findall(output))
+        if count > seen_before:  # it goes on
+            seen_before, deadline = count, max(deadline, time.monotonic() + 30)
+        if time.monotonic() > deadline:
+            raise Lost(f"it hangs {time.monotonic() - begin:.0f} s after the fault")
+        if any(status is not None for status in statuses):
+            patience = time.monotonic() + fault.patience
+            while time.monotonic() < patience and None in map(job.ended, job.hosts):
+                time.sleep(0.05)
+            if all(job.ended(host) == 0 for host in job.hosts):
+                continue
+            commands += 1
+            result.commands = commands
+            if commands > 3:
+                raise Lost("three more commands did not help")
+            ended = [host for host in job.hosts if job.ended(host) is not None]
+            if not wait_until(lambda hosts=ended: not processes_on(hosts), TIMEOUT + 5):
+                raise Lost(f"processes outlive their launcher: {processes_on(ended)}")
+            if not fault.costs_the_snapshot and progress(job.newest()) < saved:
+                raise Lost(f"snapshot {saved} was announced and is not there")
+            fault.undo(job)
+            job.start_all()
+            deadline = time.monotonic() + ALLOWED
+        time.sleep(0.03)
+
+
+def processes_on(hosts):
+    return [pid for host in hosts for pid in host.processes()]
+
+
+def wait_until(condition, seconds):
+    limit = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def run(number, script: Script, fault: Fault, seed: int, expected, base: Path) -> Result:
+    folder = base / f"run-{number}"
+    result = Result(number, script, fault, folder=folder)
+    rng = random.Random(f"{seed} {number}")
+    with Network(folder, script.names, ipv6=False) as network:
+        job = Job(script, network, rng, fault)
+        try:
+            job.start_all()
+            reach_the_moment(job, fault)
+            numbers = [int(n) for n in SAVED.findall(job.output())]
+            saved = max(numbers, default=0) + (script.unit == "epoch" and bool(numbers))
+            begin = time.monotonic()
+            fault.do(job)
+            result.in_a_save = bool(job.temporary_files())
+            bring_back(job, result, begin, saved)
+            check(job, result, expected)
+        except Lost as error:
+            result.lost = str(error)
+        except Exception as error:
+            result.lost = f"{type(error).__name__}: {error}"
+        result.output = job.output()
+        if not result.lost:
+            shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def check(job, result, expected):
+    """Whether anything is lost or left behind at the end."""
+    script, fault, output = result.script, result.fault, job.output()
+    if not wait_until(lambda: not processes_on(job.hosts), 10):
+        raise Lost("processes are left")
+    for pipe in job.pipes:
+        pipe.wait(10)
+    if job.listening():
+        raise Lost(f"ports are left open: {job.listening()}")
+    if job.temporary_files():
+        raise Lost(f"files are left: {job.temporary_files()}")
+    if fault.sees and result.noticed is None and not fault.costs_the_snapshot:
+        raise Lost("the cause was not named")
+    trained = [int("".join(found)) for found in START.findall(output)]
+    result.repeated = len(trained) - len(set(trained))
+    resumes = len(RESUMED.findall(output)) + output.count("World size") // 2
+    most = script.every * resumes
+    if fault.costs_the_snapshot:
+        most = 2 * script.every if script.unit == "step" else script.total
+        most += script.every
+    if result.repeated > most:
+        raise Lost(f"{result.repeated} {script.unit}s again, at most {most} were expected")
+    try:
+        torch.testing.assert_close(job.newest(), expected, rtol=0, atol=0)
+    except AssertionError as error:
+        raise Lost(f"it ends with another snapshot: {str(error).splitlines()[0]}") from None
+
+
+# --- The table
+
+
+def table(results: list[Result], seed: int) -> str:
+    """The results as a table in Markdown: a row for each fault."""
+    lost = sum(bool(result.lost) for result in results)
+    aimed = [result for result in results if result.fault.in_a_save]
+    hit = sum(result.in_a_save for result in aimed)
+    lines = [
+        f"{len(results)} runs with seed {seed}, {lost} lost. {len(aimed)} were aimed into a save,"
+        f" and {hit} of these left a file that was half written.",
+        "",
+        "| fault | runs | lost | noticed after, at most | went on by itself | after a command |"
+        " repeated, at most | what names the cause |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys(result.fault.name for result in results):
+        rows = [result for result in results if result.fault.name == name]
+        runs = " + ".join(
+            str(count)
+            for script in SCRIPTS
+            if (count := sum(result.script.name == script.name for result in rows))
+        )
+        noticed = [result.noticed for result in rows if result.noticed is not None]
+        seen = dict.fromkeys(result.seen for result in rows if result.seen)
+        repeated = {
+            unit: max((r.repeated for r in rows if r.script.unit == unit), default=None)
+            for unit in ("epoch", "step")
+        }
+        repeated = [f"{n} {unit}s" for unit, n in repeated.items() if n is not None]
+        by_itself = sum(not result.commands for result in rows)
+        cells = [name, runs, sum(bool(result.lost) for result in rows)]
+        cells += [f"{max(noticed):.1f} s" if noticed else "", by_itself, len(rows) - by_itself]
+        cells += [", ".join(repeated), ", ".join(f"`{text}`" for text in seen)]
+        lines += ["| " + " | ".join(map(str, cells)) + " |"]
+    return "\n".join(lines) + "\n"
+
+
+def write(path: Path, text: str):
+    """Replace what stands between the two marks in the file."""
+    begin, end = "<!-- tests/faults.py writes this -->\n", "<!-- end -->"
+    before, found, rest = path.read_text().partition(begin)
+    if not found or end not in rest:
+        sys.exit(f"ERROR: {path} has no lines {begin.strip()} and {end}: add them")
+    path.write_text(before + begin + text + rest[rest.index(end) :])
+
+
+def plan(args) -> list[tuple[Script, Fault]]:
+    """Each fault on each script once, or as many runs as asked: then more of those in a save."""
+    pairs = [
+        (script, fault)
+        for fault in faults()
+        for script in SCRIPTS
+        if script.name in fault.scripts
+        and re.search(args.fault, fault.name)
+        and args.script in script.name
+    ]
+    if not pairs:
+        sys.exit("ERROR: no fault and script of these names: see --list")
+    more = [pair for pair in pairs if pair[1].in_a_save] or pairs
+    runs = args.runs or len(pairs)
+    while len(pairs) < runs:
+        pairs += more[: runs - len(pairs)]
+    return pairs[:runs]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("--runs", type=int, help="how many (each fault on each script once)")
+    option("--seed", type=int, default=1, help="decides the moments (1)")
+    option("--script", default="", help="only scripts whose name contains this")
+    option("--fault", default="", help="only faults in whose name this regular expression is found")
+    option("--number", type=int, help="only the run of this number, as it was in the whole")
+    option("--jobs", type=int, default=2, help="how many at the same time (2)")
+    option("--write", type=Path, help="a file to write the table into, between its two marks")
+    option("--list", action="store_true", help="name the faults, and end")
+    args = parser.parse_args()
+    if args.list:
+        return print("\n".join(fault.name for fault in faults()))
+    if not has_namespaces():
+        sys.exit("ERROR: needs root, and the commands ip, unshare and nsenter (package iproute2)")
+    if not LIBFAKETIME:
+        sys.exit("ERROR: needs libfaketime for the clock: install the package of that name")
+    runs = list(enumerate(plan(args)))
+    if args.number is not None:
+        runs = [runs[args.number]]
+    base, results = Path(tempfile.mkdtemp(prefix="faults-")), []
+    expected = {}
+    for script in SCRIPTS:
+        if any(pair[0] is script for _, pair in runs):
+            expected[script.name] = undisturbed(script, base / script.name)
+    begin = time.monotonic()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [
+            pool.submit(run, number, script, fault, args.seed, expected[script.name], base)
+            for number, (script, fault) in runs
+        ]
+        for (number, _), job in zip(runs, jobs, strict=True):
+            results.append(job.result())
+            minutes = (time.monotonic() - begin) / 60
+            print(f"{number}: {results[-1]} [{minutes:.1f} min]", flush=True)
+    text = table(results, args.seed)
+    print(text)
+    if args.write:
+        write(args.write, text)
+    if not any(result.lost for result in results):
+        return shutil.rmtree(base)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

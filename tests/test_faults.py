@@ -1,0 +1,54 @@
+"""A small fixed part of faults.py: what is broken on purpose comes back, and nothing is lost.
+
+The whole, 200 runs and more, is for people: its table stands in docs/reliability.md.
+"""
+
+import re
+from functools import cache
+
+import faults
+import launch
+import pytest
+from hosts import needs_namespaces
+
+pytestmark = needs_namespaces
+
+FIXED = [
+    ("multigpu_torchrun.py", "SIGKILL of rank 0 in a save"),
+    ("multigpu_torchrun.py", "SIGUSR1 to the launcher, once"),
+    ("multigpu_torchrun.py", "SIGSTOP of a rank, for good"),
+    ("multinode.py", "SIGKILL of every process of a host in a save"),
+    ("multinode.py", "the other host has a snapshot of another job"),
+    ("multinode.py", "the arguments differ between hosts"),
+    ("train_llm.py", "SIGKILL of the launcher in a save"),
+    ("train_llm.py", "the disk is full"),
+    ("train_llm.py", "a bit of the newest snapshot is flipped"),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """`undisturbed(script)` is the last snapshot of a run that nobody disturbed."""
+    return cache(
+        lambda script: faults.undisturbed(faults.named(script), tmp_path_factory.mktemp("x") / "y")
+    )
+
+
+@pytest.mark.parametrize("script, name", FIXED)
+def test_nothing_is_lost(script, name, undisturbed, tmp_path):
+    """The job comes back, and ends with the bits of an undisturbed one; nothing is left behind."""
+    (fault,) = [fault for fault in faults.faults() if fault.name == name]
+    number = FIXED.index((script, name))
+    result = faults.run(number, faults.named(script), fault, 1, undisturbed(script), tmp_path)
+    assert not result.lost, f"{result}\n{result.output}"
+
+
+def test_every_fault_has_its_row():
+    """The table in docs/reliability.md leaves out no fault that the harness has, and lost none."""
+    text = (launch.ROOT / "docs" / "reliability.md").read_text()
+    rows = re.findall(r"^\| (.*?) \| ([\d +]+) \| (\d+) \|", text, re.MULTILINE)
+    assert [name for name, _, _ in rows] == [fault.name for fault in faults.faults()]
+    for fault in faults.faults():
+        (runs,) = [runs for name, runs, _ in rows if name == fault.name]
+        assert len(runs.split(" + ")) == len(fault.scripts), f"{fault.name}: on each script"
+    assert {lost for _, _, lost in rows} == {"0"}
