@@ -11,11 +11,13 @@ import torch
 from launch import wait_for
 
 FAILING_ON_RANK_1 = """
-import os, signal, sys
+import os, signal, sys, time
 import multigpu_torchrun as script
 def fail(trainer, epoch):
     if epoch == 2 and trainer.rank == 1:
         {failure}
+    if epoch == 2:
+        time.sleep(3)  # torchrun sees the end of rank 1 before rank 0 does and records its own
     run_epoch(trainer, epoch)
 run_epoch = script.Trainer._run_epoch
 script.Trainer._run_epoch = fail
