@@ -207,6 +207,8 @@ class Trainer:
         different = len(set(jobs) - {None}) > 1
         problem = "is not of the same job on all machines: move away those of the others"
         exit_on(f"{self.snapshot_path} {problem}" if different else None)
+        with suppress(FileNotFoundError):  # a save was cut off here; rank 0 may be elsewhere now
+            os.unlink(f"{self.snapshot_path}.tmp")
         newest = [snapshot, self.wandb_id]
         dist.broadcast_object_list(newest, src=epochs.index(max(epochs)), device=self.device)
         snapshot, self.wandb_id = newest

@@ -613,9 +613,12 @@ class Trainer:
             self.writing = self.writer.submit(self._copy_to_host, self._state())  # makes buffers
         self.loss = cross_entropy
         if args.compile:
-            # With several processes it compiles the model in pieces, one for each bucket of
-            # gradients, so that the first can be sent while the next are computed.
-            torch._dynamo.config.optimize_ddp = dist.get_world_size() > 1
+            # Between machines gradients travel slowly. So there the model is compiled in pieces,
+            # one for each bucket of gradients: the first can be sent while the next are computed.
+            # On one machine the pieces cost more than that saves.
+            machines = torch.tensor(int(dist.get_node_local_rank() == 0))
+            dist.all_reduce(machines)
+            torch._dynamo.config.optimize_ddp = machines.item() > 1
             # In place: the names of the parameters stay as they are. All batches have one shape.
             self.model.compile(dynamic=False)
             fast = {"use_fast_math": True}
@@ -667,9 +670,13 @@ class Trainer:
         args, asked = self.args, self.args.batch_size
         while True:
             fits = torch.tensor(1)
+            # To compile takes a minute, so only the first try does. The others need more memory:
+            # what fits there will fit when it is compiled.
+            stance = "default" if args.batch_size == asked else "force_eager"
             try:
                 batch = self.train_data.dataset.__getitems__([0] * args.batch_size)
-                with self.model.no_sync():  # another rank may not get as far as to send gradients
+                # no_sync: another rank may not get as far as to send gradients.
+                with torch.compiler.set_stance(stance), self.model.no_sync():
                     self._run_batch(self.model, *batch, 1)
             except torch.OutOfMemoryError:
                 if args.batch_size == 1:
@@ -683,6 +690,8 @@ class Trainer:
             args.batch_size = largest_divisor(args.batch_size)
         args.fits = True
         if args.batch_size < asked:
+            if self.device.type != "cpu":
+                torch.accelerator.reset_peak_memory_stats()  # of what did not fit
             self.train_data.batch_sampler.batch_size = args.batch_size
             self.held_out = prepare_evaluation(self.held_out.dataset, args, self.device)
             if self.rank == 0:
@@ -978,6 +987,8 @@ class Trainer:
                 for tensor in state.values():
                     dist.broadcast(tensor, source)
         sampler.first_step = self.steps_run
+        with suppress(FileNotFoundError):  # a save was cut off here; rank 0 may be elsewhere now
+            (self.folder / "snapshots" / "snapshot.tmp").unlink()
         for path in self._snapshots():  # these shall not be taken for the newest from here on
             if path in unusable or int(path.stem[5:]) > self.steps_run:
                 with suppress(FileNotFoundError):  # another rank of this machine was faster
@@ -1259,7 +1270,7 @@ def explain_out_of_memory(error, args):
         signal.signal(number, signal.SIG_DFL)
     time.sleep(5 * dist.get_node_local_rank())  # one tells it, then torchrun ends those who wait
     size, together = args.batch_size, args.global_batch_size
-    advice = "a smaller model: even one sequence does not fit"
+    advice = "a shorter --seq-length or a smaller model: even one sequence does not fit"
     if args.fits and size > 1:
         sizes = f"--batch-size {largest_divisor(size)} --global-batch-size {together}"
         advice = f"{sizes} (the same steps, in more passes)"
@@ -1308,7 +1319,7 @@ def parse_args():
     )
     option("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="of products")
     option("--compile", action=argparse.BooleanOptionalAction, help="with torch.compile (on a GPU)")
-    option("--bucket-cap-mb", type=int, default=25, help="MiB of gradients sent at once (25)")
+    option("--bucket-cap-mb", type=int, default=100, help="MiB of gradients sent at once (100)")
     option("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
     option("--bind-cpus", action="store_true", help="give each process CPU cores of its own")
     modes = ("disabled", "offline", "online")

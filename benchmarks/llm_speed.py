@@ -10,7 +10,8 @@ nano     A bare loop around a model of 40 lines of plain PyTorch, torch.compile 
 plain    A bare loop around transformers' GPT-2 as it comes, torch.compile over model and loss.
 script   One process takes turns: the steps of train_llm.py with all that belongs to them (data,
          DDP, agreement, report), and a bare loop around the same compiled model and loss and the
-         same optimizer. The ratio is the script's overhead. Then the same on all GPUs.
+         same optimizer. The ratio is the script's overhead. This on each GPU alone, since cards
+         differ, and then the steps of the script on all of them.
 medium   The same with GPT-2 350M, 32 in a batch, on one GPU.
 save     Seconds that a step waits for a snapshot, against torch.save of the same state; the speed
          of the steps while the file is written; and reading it with and without mmap.
@@ -138,18 +139,19 @@ def bare_loop(kind, folder, rounds):
     )
 
 
-def prepare(folder):
+def prepare(folder, words=3_000_000):
     """Write what the script is given: two configs, a tokenizer of 50257 words, a random text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import GPT2Config, PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(50257)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="50256")
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(50257)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="50256")
     for size, (layers, width, heads, _) in SIZES.items():
-        GPT2Config(n_layer=layers, n_embd=width, n_head=heads).save_pretrained(folder / size)
+        config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=LENGTH)
+        config.save_pretrained(folder / size)
         tokenizer.save_pretrained(folder / size)
-    numbers = torch.randint(0, 50256, (3_000_000,)).tolist()
+    numbers = torch.randint(0, 50256, (words,)).tolist()
     (folder / "text.txt").write_text(" ".join(map(str, numbers)))
 
 
@@ -164,11 +166,12 @@ def run(command, **env):
     subprocess.run(list(map(str, command)), env=env, timeout=500, check=True)
 
 
-def child(*args, processes=1):
+def child(*args, processes=1, first=0):
     launcher = [sys.executable]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    run([*launcher, __file__, *args], CUDA_VISIBLE_DEVICES=",".join(map(str, range(processes))))
+    gpus = ",".join(map(str, range(first, first + processes)))
+    run([*launcher, __file__, *args], CUDA_VISIBLE_DEVICES=gpus)
 
 
 def start_row(folder):
@@ -197,9 +200,10 @@ class Inside:
 
         self.batch_size = SIZES[size][3]
         sys.argv[1:] = [*options(folder, size), "--log-freq", "5", "--max-steps", "10000"]
-        sys.argv += ["--experiment-name", f"{size}-{time.time()}"]
+        sys.argv += ["--experiment-name", f"{size}-{os.getppid()}"]  # on all ranks the same
         with redirect_stdout(sys.stderr):
             self.trainer = train_llm.build_trainer(train_llm.parse_args())
+        self.trainer.signals.number = 0
         self.trainer.bar = train_llm.tqdm(disable=True)
         self.trainer.bar.write = lambda line: None
         self.device, self.processes = self.trainer.device, train_llm.dist.get_world_size()
@@ -207,6 +211,7 @@ class Inside:
 
     def begin(self, accumulation):
         sampler = self.trainer.train_data.batch_sampler
+        sampler.length -= sampler.length % (self.batch_size * self.processes * ACCUMULATION)
         sampler.global_batch_size = self.batch_size * self.processes * accumulation
         sampler.first_step = self.trainer.steps_run
         self.trainer.batches = iter(self.trainer.train_data)
@@ -221,7 +226,7 @@ class Inside:
             trainer.bar.update()
             trainer._agree()
             if trainer.steps_run % trainer.args.log_freq == 0:
-                trainer._not_finite()
+                trainer._problem_with_gradients()
                 trainer._report()
 
     def bare(self, number, accumulation):
@@ -355,6 +360,8 @@ def main():
             child("--child", kind, "--size", "gpt2", *common)
             gpus = torch.cuda.device_count()
             if "script" in args.only and gpus > 1:
+                for first in range(1, gpus):
+                    child("--child", "script", "--size", "gpt2", *common, first=first)
                 child("--child", "script", "--size", "gpt2", *common, processes=gpus)
         if "medium" in args.only:
             child("--child", "script", "--size", "medium", *common)
