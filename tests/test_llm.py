@@ -561,7 +561,8 @@ def test_a_model_that_does_not_fit_is_told(local, tmp_path):
     command = llm(local, "--batch-size", 2)
     command[command.index(LLM)] = "small.py"
     output = launch.run(command, status=2)
-    assert "Try a smaller model: even one sequence does not fit" in output.splitlines()[-1]
+    advice = "Try a shorter --seq-length or a smaller model: even one sequence does not fit"
+    assert advice in output.splitlines()[-1]
 
 
 def test_out_of_memory_says_what_to_lower(local, tmp_path):
