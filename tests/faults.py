@@ -98,8 +98,8 @@ class Script:
         """What is typed on each host."""
         args = [f"--timeout={TIMEOUT}", *options]
         if self.name == "train_llm.py":
-            text, model = (str(launch.ROOT / "README.md"), "../gpt2.json")
-            args += ["--dataset-name", text, "--model-name", model, "--tokenizer-name", "bytes"]
+            args += ["--dataset-name", "../text.txt", "--model-name", "../gpt2.json"]
+            args += ["--tokenizer-name", "bytes"]
             args += ["--max-steps", self.total, "--ckpt-freq", self.every, "--log-freq", 1]
             args += ["--eval-freq", 1000, "--batch-size", 2]
         else:
@@ -120,14 +120,15 @@ def named(name: str) -> Script:
 
 
 SCRIPTS = [
-    Script("multigpu_torchrun.py", ("alpha",), 2, "epoch", 60, 4),
-    Script("multinode.py", ("alpha", "beta"), 1, "epoch", 60, 4),
-    Script("train_llm.py", ("alpha",), 2, "step", 120, 8),
+    Script("multigpu_torchrun.py", ("alpha",), 2, "epoch", 80, 4),
+    Script("multinode.py", ("alpha", "beta"), 1, "epoch", 80, 4),
+    Script("train_llm.py", ("alpha",), 2, "step", 320, 16),
 ]
 GPT2 = (
     '{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 32,'
     ' "vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}'
 )
+TEXT = "\n".join(f"{n} times {n} is {n * n}." for n in range(2000))
 
 
 class Job:
@@ -152,6 +153,7 @@ class Job:
             # The disk as it is seen from outside of the host.
             host.disk = Path(f"/proc/{host.holder.pid}/root{disk}")
             (host.folder / "gpt2.json").write_text(GPT2)
+            (host.folder / "text.txt").write_text(TEXT)
         if fault and fault.failure:
             path = self.hosts[0].folder.parent / "driver.py"
             path.write_text(DRIVER.format(failure=fault.failure, root=str(launch.ROOT)))
@@ -540,7 +542,7 @@ def reach_the_moment(job, fault):
         job.rank(1)
         time.sleep(rng.uniform(0, 3))
         return
-    saves = rng.randint(1, int(0.6 * script.total / script.every))
+    saves = rng.randint(1, int(0.5 * script.total / script.every))
     wait_for(job, lambda: len(SAVED.findall(job.output())) >= saves)
     if not fault.in_a_save:
         time.sleep(rng.uniform(0, 0.5))
@@ -635,6 +637,8 @@ def run(number, script: Script, fault: Fault, seed: int, expected, base: Path) -
             reach_the_moment(job, fault)
             numbers = [int(n) for n in SAVED.findall(job.output())]
             saved = max(numbers, default=0) + (script.unit == "epoch" and bool(numbers))
+            if any(job.ended(host) is not None for host in job.hosts):
+                raise Lost("the job ended before its time")
             begin = time.monotonic()
             fault.do(job)
             result.in_a_save = bool(job.temporary_files())
