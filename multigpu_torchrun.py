@@ -16,6 +16,8 @@ import zipfile
 from contextlib import suppress
 from datetime import timedelta
 
+LAUNCHER = os.getppid()  # asked before the imports that take seconds: it may end meanwhile
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
@@ -36,8 +38,7 @@ def count_gpus() -> int:
 
 def end_with_launcher():
     """End this process once its parent is gone: a torchrun that is killed leaves its processes."""
-    launcher = os.getppid()
-    while os.getppid() == launcher:
+    while os.getppid() == LAUNCHER:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -39,6 +39,8 @@ from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
+LAUNCHER = os.getppid()  # asked before the imports that take seconds: it may end meanwhile
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -89,8 +91,7 @@ def count_gpus() -> int:
 
 def end_with_launcher():
     """End this process once its parent is gone: a torchrun that is killed leaves its processes."""
-    launcher = os.getppid()
-    while os.getppid() == launcher:
+    while os.getppid() == LAUNCHER:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -102,8 +103,10 @@ def ddp_setup(timeout: int = 600) -> torch.device:
     """
     sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    store = None
     if not any(name in os.environ for name in names):  # started by python: a job of one process
         os.environ.update(zip(names, ("0", "1", "0", "1", "localhost", "0"), strict=True))
+        store = dist.HashStore()  # nobody else has to find it
     missing = " ".join(name for name in names if name not in os.environ)
     if missing:
         command = f"torchrun --standalone --nproc_per_node=gpu {sys.argv[0]}"
@@ -130,6 +133,8 @@ def ddp_setup(timeout: int = 600) -> torch.device:
         # What lies in main memory goes through gloo, so that to agree is not to wait for the GPU.
         "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         timeout=timedelta(seconds=timeout),
+        store=store,
+        **({"rank": rank, "world_size": world_size} if store else {}),
         device_id=None if device.type == "cpu" else device,
     )
     where = f"Host: {socket.gethostname()} | Pid: {os.getpid()} | Device: {device}"
@@ -459,9 +464,10 @@ def plot(folder: Path):
 class StopSignals:
     """While it is entered, `number` is the first signal to stop that came, or 0.
 
-    A signal that comes more than a second later ends the process at once. A thread sees to it,
-    since a trainer that hangs in a collective runs no Python. What comes within the second counts
-    as the same signal: torchrun hands on what a scheduler may have sent to all processes.
+    A signal that comes more than 3 seconds later ends the process at once. A thread sees to it,
+    since a trainer that hangs in a collective runs no Python. What comes within that time counts
+    as the same signal: a scheduler may send it to all processes, torchrun hands it on, and
+    end_with_launcher adds one if torchrun itself has ended.
     """
 
     def __enter__(self):
@@ -477,7 +483,7 @@ class StopSignals:
     def _listen(self):
         first = math.inf
         while number := os.read(self.reader, 1)[0]:
-            if number in SIGNALS and time.monotonic() - first > 1:
+            if number in SIGNALS and time.monotonic() - first > 3:
                 os._exit(128 + number)
             if number in SIGNALS and self.number == 0:
                 self.number, first = number, time.monotonic()
@@ -918,7 +924,8 @@ class Trainer:
                     old.unlink()  # the last but one is kept, in case that the last is damaged
                 self.bar.write(f"Step {state['steps_run']} | Training snapshot saved at {path}")
         except Exception as error:
-            error = error.__context__ or error  # torch.save fails again where it ends the file
+            while error.__context__:  # torch.save fails once more where it ends the file
+                error = error.__context__
             why = f"{explain(error)}. The last snapshot stays"
             self.problem = f"cannot save in {self.folder}: {why}"
             with suppress(OSError):  # half a file would keep the disk full
@@ -1182,14 +1189,14 @@ def leave_signals_to_the_trainer(worker):
     if not hasattr(signal, "sigtimedwait"):  # macOS does not tell who sends a signal
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
-    trainer = multiprocessing.parent_process().pid
+    trainer = multiprocessing.parent_process()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     signal.set_wakeup_fd(-1)
 
     def obey_the_trainer():
-        while os.getppid() == trainer:  # or it holds a killed trainer's connections open
+        while trainer.is_alive():  # or it holds a killed trainer's connections open
             received = signal.sigtimedwait(SIGNALS, 1)
-            if received and received.si_pid == trainer:
+            if received and received.si_pid == trainer.pid:
                 break
         os._exit(0)
 

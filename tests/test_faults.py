@@ -11,8 +11,6 @@ import launch
 import pytest
 from hosts import needs_namespaces
 
-pytestmark = needs_namespaces
-
 FIXED = [
     ("multigpu_torchrun.py", "SIGKILL of rank 0 in a save"),
     ("multigpu_torchrun.py", "SIGUSR1 to the launcher, once"),
@@ -34,6 +32,7 @@ def undisturbed(tmp_path_factory):
     )
 
 
+@needs_namespaces
 @pytest.mark.parametrize("script, name", FIXED)
 def test_nothing_is_lost(script, name, undisturbed, tmp_path):
     """The job comes back, and ends with the bits of an undisturbed one; nothing is left behind."""

@@ -71,6 +71,8 @@ def name_of(node):
             return node.name
         case ast.Import() | ast.ImportFrom():
             return "imports"
+        case ast.Assign(targets=[ast.Name(id="LAUNCHER")]):  # amid the imports
+            return "imports"
         case ast.Expr(value=ast.Constant(value=str())):
             return "docstring"
         case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):

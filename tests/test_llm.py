@@ -488,7 +488,7 @@ def test_a_second_signal_leaves_at_once(local, tmp_path):
     this, other = launch.pids(output)
     os.kill(other, signal.SIGSTOP)
     os.kill(this, signal.SIGTERM)
-    time.sleep(2.5)
+    time.sleep(4)
     assert launch.alive(this)
     os.kill(this, signal.SIGTERM)
     assert gone([this], 1)

@@ -42,7 +42,7 @@ def test_no_code_in_a_snapshot_of_train_llm_runs(local, tmp_path):
     for content in ({**torch.load(path, weights_only=True), "name": RunsCode()}, RunsCode()):
         torch.save(content, path)
         output = launch.run(llm(local), status=2)
-        assert re.search(f"^ERROR: {path} cannot be used: ", output, re.MULTILINE), output
+        assert re.search(f"^ERROR: {path} cannot be used: Weights only", output, re.M), output
     assert not Path("ran").exists()
 
 
@@ -58,7 +58,8 @@ def test_no_code_in_a_cache_of_tokens_runs(local, tmp_path):
     size = (folder / "tokens.bin").stat().st_size
     (folder / "tokens.bin").write_bytes((code * size)[:size])
     shutil.rmtree("outputs/default")
-    launch.finish(launch.start(llm(local)))
+    output = launch.finish(launch.start(llm(local)))[1]
+    assert "Tokenised" not in output and "Data: " in output, "it was read as numbers"
     assert about["tokens"] > 0 and not Path("ran").exists()
 
 
@@ -109,8 +110,9 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
         launch.torchrun(TORCHRUN_SCRIPT, 100000),
         launch.torchrun(MULTINODE, 100000),
         launch.torchrun(LLM, "--max-steps", 100000, "--log-freq", 1),
+        launch.python(LLM, "--max-steps", 100000, "--log-freq", 1),
     ],
-    ids=["multi", "torchrun", "multinode", "llm"],
+    ids=["multi", "torchrun", "multinode", "llm", "llm alone"],
 )
 def test_on_one_machine_no_other_can_reach_a_process(tmp_path, command):
     """All that a script opens is on the loopback interface, on a machine that has another.
