@@ -19,11 +19,13 @@ this machine with a network card and a disk of its own.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import os
 import random
 import re
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -33,7 +35,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -304,7 +306,8 @@ def kill(job, rank=None, everything=False):
     job.launchers[host].kill()
     if everything:
         for pid in job.aimed_at.get(host, []):
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         host.die()
 
 
@@ -551,6 +554,21 @@ def wait_for(job, condition, seconds=60):
         time.sleep(0.02)
 
 
+def wait_for_a_new_file(folders, seconds=20):
+    """Return at once when a temporary file is made. The kernel tells: to look would be too slow."""
+    libc, in_create, limit = ctypes.CDLL(None), 0x100, time.monotonic() + seconds
+    watch = libc.inotify_init()
+    for folder in folders:
+        libc.inotify_add_watch(watch, os.fsencode(folder), in_create)
+    try:
+        while select.select([watch], [], [], max(0, limit - time.monotonic()))[0]:
+            if b".tmp" in os.read(watch, 4096):
+                return
+    finally:
+        os.close(watch)
+    raise Lost("no save came")
+
+
 def reach_the_moment(job, fault):
     """Wait for a random moment of training or, if the fault is for that, of a save."""
     rng, script = job.rng, job.script
@@ -564,12 +582,8 @@ def reach_the_moment(job, fault):
         time.sleep(rng.uniform(0, 0.5))
         return
     job.aimed_at = job.ranks() | {host: host.processes() for host in job.hosts}
-    name = "snapshot.pt.tmp" if script.unit == "epoch" else "outputs/default/snapshots/snapshot.tmp"
-    paths = [str(host.disk / name) for host in job.hosts]
-    limit = time.monotonic() + 20
-    while not any(map(os.path.exists, paths)):  # without a pause, as a save takes milliseconds
-        if time.monotonic() > limit:
-            raise Lost("no save came")
+    folder = "." if script.unit == "epoch" else "outputs/default/snapshots"
+    wait_for_a_new_file([host.disk / folder for host in job.hosts])
     delay = time.perf_counter() + rng.uniform(0, 0.0005)
     while time.perf_counter() < delay:
         pass
@@ -669,8 +683,19 @@ def run(number, script: Script, fault: Fault, seed: int, expected, base: Path) -
         except Exception as error:
             result.lost = f"{type(error).__name__}: {error}"
         result.output = job.output()
-        if not result.lost:
+        if result.lost:
+            (folder / "output.log").write_text(result.output)
+        else:
             shutil.rmtree(folder, ignore_errors=True)
+    return result
+
+
+def run_planned(args, number, base: Path) -> Result:
+    """The run of this number, in a process of its own: only so its moments are exact."""
+    script, fault = plan(args)[number]
+    expected = torch.load(base / f"{script.name}.pt", weights_only=True)
+    result = run(number, script, fault, args.seed, expected, base)
+    result.script = result.fault = None  # what is in them cannot be sent
     return result
 
 
@@ -807,18 +832,15 @@ def main():
     if args.number is not None:
         runs = [runs[args.number]]
     base, results = Path(tempfile.mkdtemp(prefix="faults-")), []
-    expected = {}
     for script in SCRIPTS:
-        if any(pair[0] is script for _, pair in runs):
-            expected[script.name] = undisturbed(script, base / script.name)
+        if any(pair[0].name == script.name for _, pair in runs):
+            torch.save(undisturbed(script, base / script.name), base / f"{script.name}.pt")
     begin = time.monotonic()
-    with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [
-            pool.submit(run, number, script, fault, args.seed, expected[script.name], base)
-            for number, (script, fault) in runs
-        ]
-        for (number, _), job in zip(runs, jobs, strict=True):
+    with ProcessPoolExecutor(args.jobs) as pool:
+        jobs = [pool.submit(run_planned, args, number, base) for number, _ in runs]
+        for (number, (script, fault)), job in zip(runs, jobs, strict=True):
             results.append(job.result())
+            results[-1].script, results[-1].fault = script, fault
             minutes = (time.monotonic() - begin) / 60
             print(f"{number}: {results[-1]} [{minutes:.1f} min]", flush=True)
     text = table(results, args.seed)
