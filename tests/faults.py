@@ -623,7 +623,7 @@ def bring_back(job, result, begin, first_line, saved):
             seen_before, deadline = count, max(deadline, time.monotonic() + 30)
         if time.monotonic() > deadline:
             raise Lost(f"it hangs {time.monotonic() - begin:.0f} s after the fault")
-        if any(status is not None for status in statuses):
+        if any(statuses):  # one ended badly
             patience = time.monotonic() + fault.patience
             while time.monotonic() < patience and None in map(job.ended, job.hosts):
                 time.sleep(0.05)
