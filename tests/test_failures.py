@@ -38,6 +38,7 @@ for script in multigpu_torchrun, multinode:
     report()
 store = multigpu.start_store()
 multigpu.main(0, 1, store.port, multigpu.parse_args())
+del store  # it is the parent's
 report()
 """
 RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
