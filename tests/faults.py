@@ -782,13 +782,18 @@ def table(results: list[Result], seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+BEGIN, END = "<!-- tests/faults.py writes this -->\n", "<!-- end -->"
+
+
 def write(path: Path, text: str):
     """Replace what stands between the two marks in the file."""
-    begin, end = "<!-- tests/faults.py writes this -->\n", "<!-- end -->"
-    before, found, rest = path.read_text().partition(begin)
-    if not found or end not in rest:
-        sys.exit(f"ERROR: {path} has no lines {begin.strip()} and {end}: add them")
-    path.write_text(before + begin + text + rest[rest.index(end) :])
+    before, rest = path.read_text().split(BEGIN)
+    path.write_text(before + BEGIN + text + rest[rest.index(END) :])
+
+
+def refuse(problem: str):
+    print(f"ERROR: {problem}", file=sys.stderr)
+    sys.exit(2)
 
 
 def plan(args) -> list[tuple[Script, Fault]]:
@@ -802,7 +807,7 @@ def plan(args) -> list[tuple[Script, Fault]]:
         and args.script in script.name
     ]
     if not pairs:
-        sys.exit("ERROR: no fault and script of these names: see --list")
+        refuse("no fault and script of these names: see --list")
     more = [pair for pair in pairs if pair[1].in_a_save] or pairs
     runs = args.runs or len(pairs)
     while len(pairs) < runs:
@@ -827,7 +832,9 @@ def main():
     if args.list:
         return print("\n".join(fault.name for fault in faults()))
     if not has_namespaces():
-        sys.exit("ERROR: needs root, and the commands ip, unshare and nsenter (package iproute2)")
+        refuse("needs root, and the commands ip, unshare and nsenter (package iproute2)")
+    if args.write and not (args.write.is_file() and BEGIN in args.write.read_text()):
+        refuse(f"{args.write} has no line {BEGIN.strip()}: add it, and {END} below it")
     runs = list(enumerate(plan(args)))
     if args.number is not None:
         runs = [runs[args.number]]
