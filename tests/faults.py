@@ -624,6 +624,12 @@ def bring_back(job, result, begin, first_line, saved):
         if time.monotonic() > deadline:
             raise Lost(f"it hangs {time.monotonic() - begin:.0f} s after the fault")
         if any(statuses):  # one ended badly
+            ended = [host for host in job.hosts if job.ended(host) is not None]
+            leaves = TIMEOUT + 5 if job.script.name == "train_llm.py" else 3  # it saves first
+            if not wait_until(lambda hosts=ended: not processes_on(hosts), leaves):
+                raise Lost(f"processes outlive their launcher: {processes_on(ended)}")
+            if commands == 0 and result.seen.startswith("exit status"):
+                result.noticed = time.monotonic() - begin  # by its processes
             patience = time.monotonic() + fault.patience
             while time.monotonic() < patience and None in map(job.ended, job.hosts):
                 time.sleep(0.05)
@@ -633,11 +639,6 @@ def bring_back(job, result, begin, first_line, saved):
             result.commands = commands
             if commands > 3:
                 raise Lost("three more commands did not help")
-            ended = [host for host in job.hosts if job.ended(host) is not None]
-            if not wait_until(lambda hosts=ended: not processes_on(hosts), TIMEOUT + 5):
-                raise Lost(f"processes outlive their launcher: {processes_on(ended)}")
-            if commands == 1 and result.seen.startswith("exit status"):
-                result.noticed = time.monotonic() - begin  # by its processes
             if not fault.costs_the_snapshot and progress(job.newest()) < saved:
                 raise Lost(f"snapshot {saved} was announced and is not there")
             fault.undo(job)
