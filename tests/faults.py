@@ -461,7 +461,8 @@ def same_arguments(job):
 
 
 def faults() -> list[Fault]:
-    lost, two = "exitcode: -9", ("multinode.py",)
+    # torchrun names the rank that was killed, or now and then only its partner, who says the rest.
+    lost, two = "exitcode: -9|closed by peer|reset by peer", ("multinode.py",)
     found = []
     for who, how, sees in [
         ("rank 0", {"rank": 0}, lost),
@@ -613,9 +614,11 @@ def bring_back(job, result, begin, first_line, saved):
         output = job.output()
         marks = "".join(f"exit status {status}\n" for status in statuses if status)
         after = job.output(first_line)
-        match = re.search(fault.sees, after + marks) if fault.sees else None
-        if match and result.noticed is None:
-            result.noticed, result.seen = time.monotonic() - begin, match.group()
+        named = [match.group() for match in re.finditer(fault.sees or "$^", after + marks)]
+        if named and result.noticed is None:
+            result.noticed = time.monotonic() - begin
+        if named:  # the launcher's own words, if it has any, rather than a partner's
+            result.seen = min(named, key=lambda text: "peer" in text)
         if all(status == 0 for status in statuses):
             return
         count = len(TRAINED.findall(output))
