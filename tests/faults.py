@@ -628,8 +628,10 @@ def bring_back(job, result, begin, first_line, saved):
             raise Lost(f"it hangs {time.monotonic() - begin:.0f} s after the fault")
         if any(statuses):  # one ended badly
             ended = [host for host in job.hosts if job.ended(host) is not None]
-            leaves = TIMEOUT + 5 if job.script.name == "train_llm.py" else 3  # it saves first
-            if not wait_until(lambda hosts=ended: not processes_on(hosts), leaves):
+            # They need time to save, or to import torch if they were still at that.
+            slow = job.script.name == "train_llm.py" or fault.at_any_time
+            limit = TIMEOUT + 5 if slow else 3
+            if not wait_until(lambda hosts=ended: not processes_on(hosts), limit):
                 raise Lost(f"processes outlive their launcher: {processes_on(ended)}")
             if commands == 0 and result.seen.startswith("exit status"):
                 result.noticed = time.monotonic() - begin  # by its processes
