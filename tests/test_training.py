@@ -71,8 +71,12 @@ multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 
 def in_processes(count, function, *args):
-    """Run `function(rank, *args)` in `count` new processes; fail if one of them fails."""
-    mp.start_processes(function, args, nprocs=count, start_method="forkserver")
+    """Run `function(rank, port, *args)` in `count` new processes; fail if one of them fails.
+
+    `port` is that of the store at which they meet.
+    """
+    store = multigpu.start_store()
+    mp.start_processes(function, (store.port, *args), nprocs=count, start_method="forkserver")
 
 
 def lines(form, output):
@@ -307,7 +311,7 @@ def test_arguments_by_position_and_by_name(script, typed, monkeypatch):
 # Several processes learn what one learns
 
 
-def train(rank, script, world_size, port, args, folder):
+def train(rank, port, script, world_size, args, folder):
     """Run `main` of single_gpu.py or multigpu.py, as one of its processes, in `folder`."""
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
@@ -320,7 +324,7 @@ def train(rank, script, world_size, port, args, folder):
 
 def trained(script, world_size, folder, **changed):
     """Train 3 epochs and return the weights and the losses."""
-    in_processes(world_size, train, script, world_size, free_port(), options(**changed), folder)
+    in_processes(world_size, train, script, world_size, options(**changed), folder)
     logs = [Path(folder, f"rank{rank}.log").read_text() for rank in range(world_size)]
     return weights(folder), losses("".join(logs))
 
@@ -390,9 +394,7 @@ def test_the_seed_decides_weights_and_order():
 @pytest.mark.parametrize("script", [SINGLE, MULTI], ids=lambda script: Path(script).stem)
 def test_save_points(script, total, every, saves):
     """It saves every `save_every` epochs, and always after the last."""
-    in_processes(
-        1, train, script, 1, free_port(), options(total_epochs=total, save_every=every), "."
-    )
+    in_processes(1, train, script, 1, options(total_epochs=total, save_every=every), ".")
     text = Path("rank0.log").read_text()
     assert lines(SAVED, text) == list(saves)
     assert len(losses(text)) == total
@@ -497,7 +499,7 @@ def report_from_inside(rank, port, folder):
 def ranks(tmp_path_factory):
     """The reports of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    in_processes(2, report_from_inside, free_port(), folder)
+    in_processes(2, report_from_inside, folder)
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
