@@ -559,7 +559,7 @@ def test_a_bar_shows_slow_epochs_of_rank_0_on_a_terminal(ranks):
     assert [rank[what] for rank in ranks for what in ("quick", "file")] == [""] * 4
 
 
-def single_gpu_from_inside(rank, folder):
+def single_gpu_from_inside(rank, port, folder):
     torch.save(
         {"slow": bar_of(single_gpu, 0.4), "epoch": epoch_on(single_gpu, 63, 0)},
         f"{folder}/single.pt",
