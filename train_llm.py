@@ -980,8 +980,7 @@ class Trainer:
         elif asked.isdecimal() and not any(names):
             problem = f"resume: there is no snapshot of step {asked} in {self.folder}"
         elif len(set(jobs) - {None}) > 1:
-            problem = "is not of the same job on all machines: move away those of the others"
-            problem = f"{self.folder} {problem}"
+            problem = f"{self.folder} is not of the same job on all machines: move the others away"
         exit_on(problem)
         sampler, source = self.train_data.batch_sampler, steps.index(max(steps))
         newest = [self.steps_run, self.best_loss, self.wandb_id]

@@ -54,13 +54,12 @@ def test_no_code_in_a_cache_of_tokens_runs(local, tmp_path):
     code = pickle.dumps(RunsCode())
     (folder / "tokens.json").write_bytes(code)
     assert "Tokenised" in launch.run(llm(local)), "it was made again"
-    about = json.loads((folder / "tokens.json").read_text())
     size = (folder / "tokens.bin").stat().st_size
     (folder / "tokens.bin").write_bytes((code * size)[:size])
     shutil.rmtree("outputs/default")
     output = launch.finish(launch.start(llm(local)))[1]
     assert "Tokenised" not in output and "Data: " in output, "it was read as numbers"
-    assert about["tokens"] > 0 and not Path("ran").exists()
+    assert not Path("ran").exists()
 
 
 def test_no_code_in_a_model_runs(local, tmp_path):
