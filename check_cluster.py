@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 HOST = socket.gethostname()
@@ -50,6 +50,14 @@ def give_up(problem: str):
     if int(os.environ.get("LOCAL_RANK", 0)) > 0:
         time.sleep(5)  # local rank 0 tells it for all; then the launcher ends those who wait
     print(f"ERROR: {problem}", file=sys.stderr, flush=True)
+    leave()
+
+
+def leave():
+    """End this process with exit status 2, on the machine where all meet after the others."""
+    size, here = (int(os.environ.get(n, 1)) for n in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if size > here and any(map(is_here, resolve(os.environ.get("MASTER_ADDR", HOST)))):
+        time.sleep(2)  # the launchers elsewhere lose their rendezvous when the one here ends
     os._exit(2)  # from any thread, and without waiting for what hangs
 
 
@@ -258,6 +266,8 @@ def launch(options: list[str], own_options: list[str], wait: int):
         if failure.exitcode not in (2, -15):  # those have told why
             print(f"ERROR: a process ended with exit status {failure.exitcode}", file=sys.stderr)
         sys.exit(2)
+    except RendezvousConnectionError:
+        give_up(f"{HOST} lost {args.rdzv_endpoint}, where all meet: look at the output there")
     except RendezvousError as error:
         give_up(
             f"not all of {args.nnodes} machines came ({type(error).__name__}): start the same"
@@ -556,7 +566,7 @@ def check_process(wait: int, max_mib: int | None):
         with suppress(RuntimeError):
             store.set(f"bye/{rank}", "")
             store.wait([f"bye/{other}" for other in range(world_size)], patience)
-        sys.exit(2)
+        leave()
 
     causes = "a wrong interface, IPv4 here and IPv6 there, or a firewall that lets few ports pass"
     with deadline(wait, f"the processes met, but {backend} cannot connect them: {causes}"):

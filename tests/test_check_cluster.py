@@ -159,6 +159,16 @@ def test_the_others_do_not_come(network):
 
 
 @needs_namespaces
+def test_the_machine_of_the_endpoint_is_lost(network):
+    alpha, beta = network.hosts
+    command = check("alpha:29603", "--nnodes=3")
+    _, agent = alpha.start(command), beta.start(command)
+    time.sleep(6)  # both wait for the third
+    alpha.die()
+    assert the_error(agent, 30) == "beta lost alpha:29603, where all meet: look at the output there"
+
+
+@needs_namespaces
 @pytest.mark.parametrize("address", ["", "127.0.0.1"], ids=["everywhere", "on loopback"])
 def test_the_port_is_taken(network, address):
     code = f"import socket, time; s = socket.create_server(({address!r}, 29603)); time.sleep(60)"
