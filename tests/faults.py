@@ -67,11 +67,16 @@ sys.path.insert(0, {root!r})
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 '''
-CLOCK = '''
-"""Python imports this first: its clock is ahead by the seconds in the file."""
-import datetime, time
+SITE = '''
+"""Python imports this first: the disk is slow, and the clock ahead by the seconds in the file."""
+import datetime, os, time
+fsync, now = os.fsync, time.time
+def slow_fsync(file):
+    time.sleep({slow})
+    fsync(file)
+os.fsync = slow_fsync
 def ahead():
-    with open({path!r}) as file:
+    with open({clock!r}) as file:
         return int(file.read() or 0)
 class Datetime(datetime.datetime):
     @classmethod
@@ -79,11 +84,12 @@ class Datetime(datetime.datetime):
         return super().now(tz) + datetime.timedelta(seconds=ahead())
 Datetime.__name__ = Datetime.__qualname__ = "datetime"
 Datetime.__module__ = "datetime"
-datetime.datetime = Datetime
-now = time.time
-time.time = lambda: now() + ahead()
-open({path!r} + ".used", "w").close()
+if {clock!r}:
+    datetime.datetime = Datetime
+    time.time = lambda: now() + ahead()
+    open({clock!r} + ".used", "w").close()
 '''
+SLOW = 0.03  # seconds that the disks take for a save, so that a fault can fall into it
 TRAINED = re.compile(r"^(?:\[CPU0\] Epoch|Step) (\d+)(?: \| Batch|/\d+ \| Loss)", re.MULTILINE)
 SAVED = re.compile(r"^(?:Epoch|Step) (\d+) \| Training snapshot saved", re.MULTILINE)
 
@@ -160,6 +166,7 @@ class Job:
             host.disk = Path(f"/proc/{host.holder.pid}/root{disk}")
             (host.folder / "gpt2.json").write_text(GPT2)
             (host.folder / "text.txt").write_text(TEXT)
+            (host.folder / "sitecustomize.py").write_text(SITE.format(slow=SLOW, clock=""))
         if fault and fault.failure:
             path = self.hosts[0].folder.parent / "driver.py"
             path.write_text(DRIVER.format(failure=fault.failure, root=str(launch.ROOT)))
@@ -171,14 +178,15 @@ class Job:
         """Move the clock of the last host, as its Python programs see it."""
         folder = self.hosts[-1].folder
         (folder / "clock").write_text(str(seconds))
-        (folder / "sitecustomize.py").write_text(CLOCK.format(path=str(folder / "clock")))
+        site = SITE.format(slow=SLOW, clock=str(folder / "clock"))
+        (folder / "sitecustomize.py").write_text(site)
 
     def start(self, host):
         """Type the command on `host`."""
         command = self.script.command(self.options[host], self.driver)
         enter = ["sh", "-c", 'cd "$0" && exec "$@"', str(host.folder / "disk")]
         env = {"TMPDIR": str(host.folder / "tmp")} | self.env
-        env["PYTHONPATH"] = str(host.folder)  # where sitecustomize.py may be
+        env["PYTHONPATH"] = str(host.folder)  # where sitecustomize.py is
         env = [f"{key}={value}" for key, value in env.items()]
         not_almighty = ["setpriv", "--bounding-set=-dac_override"]  # or root writes anywhere
         self.launchers[host] = subprocess.Popen(
@@ -585,7 +593,7 @@ def reach_the_moment(job, fault):
     job.aimed_at = job.ranks() | {host: host.processes() for host in job.hosts}
     folder = "." if script.unit == "epoch" else "outputs/default/snapshots"
     wait_for_a_new_file([host.disk / folder for host in job.hosts])
-    delay = time.perf_counter() + rng.uniform(0, 0.0005)
+    delay = time.perf_counter() + rng.uniform(0, SLOW)
     while time.perf_counter() < delay:
         pass
 
