@@ -89,7 +89,7 @@ if {clock!r}:
     time.time = lambda: now() + ahead()
     open({clock!r} + ".used", "w").close()
 '''
-SLOW = 0.03  # seconds that the disks take for a save, so that a fault can fall into it
+SLOW = 0.1  # seconds that the disks take for a save, so that a fault can fall into it
 TRAINED = re.compile(r"^(?:\[CPU0\] Epoch|Step) (\d+)(?: \| Batch|/\d+ \| Loss)", re.MULTILINE)
 SAVED = re.compile(r"^(?:Epoch|Step) (\d+) \| Training snapshot saved", re.MULTILINE)
 
@@ -593,7 +593,8 @@ def reach_the_moment(job, fault):
     job.aimed_at = job.ranks() | {host: host.processes() for host in job.hosts}
     folder = "." if script.unit == "epoch" else "outputs/default/snapshots"
     wait_for_a_new_file([host.disk / folder for host in job.hosts])
-    delay = time.perf_counter() + rng.uniform(0, SLOW)
+    # At once, while it is being written, or later, while the disk takes its time.
+    delay = time.perf_counter() + rng.choice([0, rng.uniform(0, SLOW / 2)])
     while time.perf_counter() < delay:
         pass
 
