@@ -644,6 +644,21 @@ def test_options_that_differ_between_machines_are_told(local, tmp_path):
     assert logs.count("ERROR: seed: not the same on all machines\n") == 1, logs
 
 
+def test_snapshots_of_two_jobs_are_not_mixed(local, tmp_path):
+    """Each machine went on by itself once. Neither's snapshot is taken for that of both."""
+    options = ("--model-name", local / "gpt2", "--dataset-name", local / "text.txt")
+    for folder in "0", "1":
+        launch.run(launch.python(LLM, *options, "--max-steps", 1), cwd=folder)
+    snapshots = sorted(tmp_path.glob("*/outputs/default/snapshots/*"))
+    before = [path.read_bytes() for path in snapshots]
+    command = launch.agent(f"localhost:{launch.free_port()}", *options, script=LLM)
+    nodes = [launch.start(command, folder) for folder in ("0", "1")]
+    logs = "".join(launch.finish(node)[1] for node in nodes)
+    error = "ERROR: outputs/default is not of the same job on all machines: move the others away\n"
+    assert logs.count(error) == 1 and "Step 2/" not in logs, logs
+    assert len(before) == 2 and [path.read_bytes() for path in snapshots] == before
+
+
 BENCHMARK = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
