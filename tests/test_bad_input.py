@@ -153,34 +153,48 @@ def test_snapshot_path_that_is_a_folder(refusal, tmp_path, script, path):
     assert path in line and "--snapshot_path" in line
 
 
-BAD_SNAPSHOTS = {
-    "empty": lambda good: b"",
-    "cut after a byte": lambda good: good[:1],
-    "cut after 100 bytes": lambda good: good[:100],
-    "cut in half": lambda good: good[: len(good) // 2],
-    "cut before the last byte": lambda good: good[:-1],
-    "one bit of a weight flipped": flipped,
-    "a text": lambda good: b"It was a dark and stormy night.\n",
-    "a list": lambda good: packed([1, 2]),
-    "only weights": lambda good: packed(torch.load(io.BytesIO(good))["model"]),
-    "another model": lambda good: packed(
-        torch.load(io.BytesIO(good)) | {"model": torch.nn.Linear(20, 4).state_dict()}
+# What the file was, the error that docs/troubleshooting.md names for it, and how to make it.
+BAD_SNAPSHOTS = [
+    ("empty", "BadZipFile", lambda good: b""),
+    ("cut after a byte", "BadZipFile", lambda good: good[:1]),
+    ("cut after 100 bytes", "BadZipFile", lambda good: good[:100]),
+    ("cut in half", "BadZipFile", lambda good: good[: len(good) // 2]),
+    ("cut before the last byte", "BadZipFile", lambda good: good[:-1]),
+    ("one bit of a weight flipped", "BadZipFile", flipped),
+    ("a text", "BadZipFile", lambda good: b"It was a dark and stormy night.\n"),
+    ("a list", "TypeError", lambda good: packed([1, 2])),
+    ("only weights", "KeyError", lambda good: packed(torch.load(io.BytesIO(good))["model"])),
+    (
+        "another model",
+        "RuntimeError",
+        lambda good: packed(
+            torch.load(io.BytesIO(good)) | {"model": torch.nn.Linear(20, 4).state_dict()}
+        ),
     ),
-    "a pickle that runs code": lambda good: pickle.dumps(RunsCode(), protocol=2),
-    "code among the tensors": lambda good: packed(
-        torch.load(io.BytesIO(good)) | {"extra": RunsCode()}
+    (
+        "a pickle that runs code",
+        "BadZipFile",
+        lambda good: pickle.dumps(RunsCode(), protocol=2),
     ),
-}
+    (
+        "code among the tensors",
+        "UnpicklingError",
+        lambda good: packed(torch.load(io.BytesIO(good)) | {"extra": RunsCode()}),
+    ),
+]
 
 
-@pytest.mark.parametrize("kind", BAD_SNAPSHOTS)
+@pytest.mark.parametrize(("kind", "error", "spoiled"), BAD_SNAPSHOTS)
 @pytest.mark.parametrize("script", WITH_SNAPSHOT)
-def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, kind):
+def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, kind, error, spoiled):
     """It stays as it is, no code in it runs, and the line says what to do."""
-    (tmp_path / "snapshot.pt").write_bytes(BAD_SNAPSHOTS[kind](good))
+    (tmp_path / "snapshot.pt").write_bytes(spoiled(good))
     line = refusal(script, "2")  # which also sees that no file `ran` appears
-    assert line.startswith("ERROR: snapshot.pt is damaged, not a snapshot or of another model")
-    assert line.endswith("move it away or choose another --snapshot_path\n")
+    problem = "snapshot.pt is damaged, not a snapshot or of another model"
+    cure = "move it away or choose another --snapshot_path"
+    assert line == f"ERROR: {problem} ({error}): {cure}\n"
+    text = (launch.ROOT / "docs" / "troubleshooting.md").read_text()
+    assert re.search(rf"^\| .*`{error}`.* \| ", text, re.MULTILINE), "the table has it"
 
 
 @pytest.mark.parametrize("script", WITH_SNAPSHOT)
