@@ -383,14 +383,14 @@ def mend_link(job):
 
 
 def fill_disk(job):
-    for host in job.hosts:
-        with open(host.disk / "filler", "wb", buffering=0) as file:
-            for size in 2**16, 2**12, 1:  # to the last byte
-                while True:
-                    try:
-                        file.write(bytes(size))
-                    except OSError:
-                        break
+    for _ in range(2):
+        for host in job.hosts:
+            with open(host.disk / "filler", "ab", buffering=0) as file:
+                for size in 2**16, 2**12, 1:  # to the last byte
+                    with suppress(OSError):
+                        while True:
+                            file.write(bytes(size))
+        time.sleep(3 * SLOW)  # a save that was under way gives room back: that of the last one
 
 
 def empty_disk(job):
