@@ -383,14 +383,17 @@ def mend_link(job):
 
 
 def fill_disk(job):
-    for _ in range(2):
+    """Fill all disks while no save is under way: it gives back the room of the snapshot before."""
+    saving = True
+    while saving and "No space left" not in job.output():
+        saving = job.host_that_saves()
         for host in job.hosts:
             with open(host.disk / "filler", "ab", buffering=0) as file:
                 for size in 2**16, 2**12, 1:  # to the last byte
                     with suppress(OSError):
                         while True:
                             file.write(bytes(size))
-        time.sleep(3 * SLOW)  # a save that was under way gives room back: that of the last one
+        saving = saving or job.host_that_saves()
 
 
 def empty_disk(job):
