@@ -163,7 +163,8 @@ def test_the_machine_of_the_endpoint_is_lost(network):
     alpha, beta = network.hosts
     command = check("alpha:29603", "--nnodes=3")
     _, agent = alpha.start(command), beta.start(command)
-    time.sleep(6)  # both wait for the third
+    launch.wait_for(agent, lambda output: "beta waits up to" in output)  # so alpha listens
+    time.sleep(2)  # both wait for the third
     alpha.die()
     assert the_error(agent, 30) == "beta lost alpha:29603, where all meet: look at the output there"
 
