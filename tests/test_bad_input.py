@@ -171,11 +171,7 @@ BAD_SNAPSHOTS = [
             torch.load(io.BytesIO(good)) | {"model": torch.nn.Linear(20, 4).state_dict()}
         ),
     ),
-    (
-        "a pickle that runs code",
-        "BadZipFile",
-        lambda good: pickle.dumps(RunsCode(), protocol=2),
-    ),
+    ("a pickle that runs code", "BadZipFile", lambda good: pickle.dumps(RunsCode(), protocol=2)),
     (
         "code among the tensors",
         "UnpicklingError",
@@ -184,9 +180,11 @@ BAD_SNAPSHOTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "error", "spoiled"), BAD_SNAPSHOTS)
+@pytest.mark.parametrize(
+    ("error", "spoiled"), [pytest.param(*rest, id=kind) for kind, *rest in BAD_SNAPSHOTS]
+)
 @pytest.mark.parametrize("script", WITH_SNAPSHOT)
-def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, kind, error, spoiled):
+def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, error, spoiled):
     """It stays as it is, no code in it runs, and the line says what to do."""
     (tmp_path / "snapshot.pt").write_bytes(spoiled(good))
     line = refusal(script, "2")  # which also sees that no file `ran` appears
