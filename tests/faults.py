@@ -158,6 +158,7 @@ class Job:
         # Before a save, when there is no time to look: the pids by rank and by host, and which
         # host is saving.
         self.pid_of_rank, self.pids_on, self.saving = {}, {}, None
+        self.starting = False  # when the fault came
         self.env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         self.env |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "eth0"}
         if len(self.hosts) == 1:
@@ -613,6 +614,7 @@ def reach_the_moment(job, fault):
     if fault.at_any_time and rng.random() < 0.2:  # while it starts
         job.rank(1)
         time.sleep(rng.uniform(0, 3))
+        job.starting = True
         return
     saves = rng.randint(1, int(0.5 * script.total / script.every))
     wait_for(job, lambda: len(SAVED.findall(job.output())) >= saves)
@@ -675,7 +677,7 @@ def bring_back(job, result, begin, first_line, saved):
         if any(statuses):  # one ended badly
             ended = [host for host in job.hosts if job.ended(host) is not None]
             # They need time to save, or to import torch if they were still at that.
-            slow = job.script.name == "train_llm.py" or fault.at_any_time
+            slow = job.script.name == "train_llm.py" or job.starting
             limit = TIMEOUT + 5 if slow else 3
             if not wait_until(lambda hosts=ended: not processes_on(hosts), limit):
                 raise Lost(f"processes outlive their launcher: {processes_on(ended)}")
