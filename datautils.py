@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 NUM_FEATURES, NUM_CLASSES = 20, 4
 
@@ -31,6 +31,11 @@ class MyTrainDataset(Dataset):
         """A whole batch at once, (batch, 20) and (batch,): faster than sample by sample."""
         indices = torch.tensor(indices)
         return self.features.index_select(0, indices), self.labels.index_select(0, indices)
+
+
+def collate(samples):
+    """Make a batch of a list of samples, as usual. What is no list is a whole batch already."""
+    return default_collate(samples) if isinstance(samples, list) else samples
 
 
 def build_model() -> nn.Module:
