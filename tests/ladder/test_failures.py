@@ -3,12 +3,11 @@
 import os
 import re
 import signal
-import time
 
 import launch
 import pytest
 import torch
-from launch import wait_for
+from launch import gone, wait_for
 
 FAILING_ON_RANK_1 = """
 import os, signal, sys, time
@@ -42,14 +41,6 @@ del store  # it is the parent's
 report()
 """
 RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
-
-def gone(pids, seconds=10):
-    """Whether all of `pids` have ended within that time."""
-    limit = time.monotonic() + seconds
-    while any(map(launch.alive, pids)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    return not any(map(launch.alive, pids))
 
 
 def test_job_restarts_from_the_snapshot_after_kill_of_each_rank(tmp_path):

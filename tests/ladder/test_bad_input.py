@@ -31,7 +31,6 @@ script.main(script.parse_args())
 @pytest.fixture
 def start(monkeypatch):
     """Give `start(script, *args)`: runs a script in this process, the only one of its job."""
-    monkeypatch.syspath_prepend(launch.ROOT)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
     for name, value in (ranks | address).items():

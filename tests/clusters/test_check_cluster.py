@@ -327,3 +327,55 @@ def test_bad_options(options, expected):
     output = launch.run(launch.python(launch.CHECK, *options), 30, status=2)
     (line,) = output.splitlines()
     assert expected in line and "rror: " in line.replace("ERROR", "error")
+
+
+@pytest.mark.gpu(2)
+def test_check_cluster_shows_both_gpus_and_their_speed():
+    output = launch.run(launch.python(launch.CHECK, "--max_mib=64"), 60, **launch.gpus(2))
+    rows = table(output)
+    assert [row["device"] for row in rows] == ["cuda:0", "cuda:1"]
+    for row in rows:
+        assert row["name"] == torch.cuda.get_device_name(0)
+        assert row["NCCL"] == ".".join(map(str, torch.cuda.nccl.version()))
+    assert list(curve(output))[-1] == "64 MiB"
+    assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
+
+
+@pytest.mark.gpu(1)
+def test_check_cluster_tells_of_a_busy_gpu():
+    size = int(0.6 * torch.cuda.mem_get_info(0)[1])
+    hold = f"import torch, time; x = torch.ones({size}, dtype=torch.uint8, device='cuda')"
+    other = launch.start(
+        ["python3", "-c", f"{hold}; print('held', flush=True); time.sleep(60)"], **launch.gpus(1)
+    )
+    try:
+        launch.wait_for(other, lambda output: "held" in output)
+        output = launch.run(launch.python(launch.CHECK), 20, status=2, **launch.gpus(1))
+    finally:
+        other.kill()
+        other.wait()
+    (error,) = errors(output)
+    assert re.match(r"GPU 0 of \S+ is busy: \d+\.\d of \d+\.\d GiB are in use", error)
+
+
+@pytest.mark.gpu(1)
+def test_check_cluster_tells_of_more_processes_than_gpus():
+    (error,) = errors(
+        launch.run(
+            launch.python(launch.CHECK, "--nproc_per_node=2"), 20, status=2, **launch.gpus(1)
+        )
+    )
+    assert re.match(r"2 processes, but 1 GPUs on \S+: start one per GPU$", error)
+
+
+@pytest.mark.gpu(1)
+def test_check_cluster_tells_of_a_node_without_gpu():
+    command = check(f"localhost:{launch.free_port()}")
+    agents = [
+        launch.start(command, "node0", **launch.gpus(1)),
+        launch.start(command, "node1", **launch.gpus(0)),
+    ]
+    ends = [launch.finish(agent, 30) for agent in agents]
+    assert [status for status, _ in ends] == [2, 2]
+    (error,) = errors("".join(output for _, output in ends))
+    assert error.startswith("no GPU for a process on ")

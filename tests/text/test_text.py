@@ -9,11 +9,9 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import lesson
 import pytest
 from launch import ROOT, alive, finish, pids, start
-
-sys.path.insert(0, str(ROOT / "docs"))
-import lesson
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from launch import (
     MULTI,
     MULTINODE,
-    ROOT,
     SINGLE,
     TORCHRUN_SCRIPT,
     finish,
@@ -46,7 +45,6 @@ from launch import (
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-sys.path.insert(0, str(ROOT))
 import multigpu
 import multigpu_torchrun
 import single_gpu
