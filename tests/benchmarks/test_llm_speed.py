@@ -3,6 +3,7 @@
 import re
 
 import launch
+import pytest
 
 BENCHMARK = """
 import sys
@@ -22,6 +23,7 @@ else:
 """
 
 
+@pytest.mark.long
 def test_the_benchmark_knows_the_script(tmp_path):
     """Its steps, its save and its own loop run, on a tiny model; the figures are not looked at."""
     (tmp_path / "driver.py").write_text(BENCHMARK.format(root=str(launch.ROOT)))

@@ -107,6 +107,7 @@ def test_no_warnings_and_whole_lines(script, count, output):
     assert "\r" not in text
 
 
+@pytest.mark.long
 @pytest.mark.gpu(2)
 def test_two_gpus_learn_what_one_with_twice_the_batch_learns():
     """2 x 32 equals 1 x 64 in weights; a GPU adds in another order, so not bit by bit."""
@@ -116,6 +117,7 @@ def test_two_gpus_learn_what_one_with_twice_the_batch_learns():
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.gpu(1)
 def test_a_gpu_learns_what_the_cpu_learns():
     """The copies to the GPU, which nobody waits for, arrive whole and in time."""
@@ -125,6 +127,7 @@ def test_a_gpu_learns_what_the_cpu_learns():
     torch.testing.assert_close(gpu, cpu, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_resumed_equals_unbroken(count):
     """A job that stops after 2 epochs and goes on ends where an unbroken one ends."""
@@ -143,6 +146,7 @@ def test_resumed_equals_unbroken(count):
     assert resumed["epochs_run"] == unbroken["epochs_run"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.gpu(1)
 def test_more_processes_than_gpus_are_refused_by_multigpu():
     """One line says how many there may be, and nothing starts."""
@@ -151,6 +155,7 @@ def test_more_processes_than_gpus_are_refused_by_multigpu():
     assert not list(Path().glob("*.pt"))
 
 
+@pytest.mark.long
 @pytest.mark.gpu(1)
 def test_more_processes_than_gpus_are_refused_under_torchrun():
     """The line comes once for the job; the exit status is torchrun's."""
@@ -165,6 +170,7 @@ def memory_used():
     return [int(line) for line in subprocess.check_output(query, text=True).split()]
 
 
+@pytest.mark.long
 @ON_TWO_GPUS
 @pytest.mark.gpu(2)
 def test_no_process_opens_the_gpu_of_another(command):

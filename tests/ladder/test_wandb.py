@@ -43,8 +43,10 @@ def one_process():
 
 @pytest.mark.parametrize(
     "command",
-    [launch.python(launch.SINGLE, 2), launch.python(launch.MULTI, 2)],
-    ids=["single", "multi"],
+    [
+        pytest.param(launch.python(launch.SINGLE, 2), id="single", marks=pytest.mark.long),
+        pytest.param(launch.python(launch.MULTI, 2), id="multi"),
+    ],
 )
 def test_one_run_of_a_job(tmp_path, command):
     """From rank 0: its rows are the printed lines, and `epoch` is their x-axis."""
@@ -54,6 +56,7 @@ def test_one_run_of_a_job(tmp_path, command):
     assert logged(run) == printed(output) and len(run.history) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
 def test_resumed_job_goes_on_in_its_runs(tmp_path, script):
     """One run from rank 0, or in multinode.py one of each rank in one group; same ids later."""
@@ -89,6 +92,7 @@ def test_nothing_of_wandb_without_the_flag(tmp_path):
     }
 
 
+@pytest.mark.long
 def test_broken_wandb_does_not_end_training(tmp_path):
     """A wandb that cannot be imported costs a line."""
     Path("broken").mkdir()
@@ -100,6 +104,7 @@ def test_broken_wandb_does_not_end_training(tmp_path):
     assert len(printed(output)) == 3  # multinode.py finds the snapshot of one epoch
 
 
+@pytest.mark.long
 def test_wandb_without_account_and_network_does_not_end_training(tmp_path):
     """`--wandb online` costs a line, and little time."""
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_API_KEY": ""}
@@ -110,6 +115,7 @@ def test_wandb_without_account_and_network_does_not_end_training(tmp_path):
     assert len(printed(output)) == 1
 
 
+@pytest.mark.long
 def test_killed_wandb_service_does_not_end_training(tmp_path):
     """The service process of wandb dies in mid-run: all epochs are trained, exit status 0."""
     job = launch.start(launch.python(launch.SINGLE, 300, "--wandb", "offline"), **QUIET)

@@ -19,6 +19,8 @@ from security import (
     written_outside,
 )
 
+pytestmark = pytest.mark.long
+
 
 class RunsCode:
     """Unpickled, it makes a file of the name `ran`."""
