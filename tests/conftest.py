@@ -5,6 +5,26 @@ import launch
 import pytest
 import torch
 
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests marked `long` as well")
+
+
+@pytest.hookimpl(trylast=True)  # after -k and -m
+def pytest_collection_modifyitems(config, items):
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long and not config.getoption("--all"):
+        config.hook.pytest_deselected(items=long)
+        config.stash[LEFT_OUT] = len(long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def pytest_report_collectionfinish(config):
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        return f"long tests left out: {left_out} (--all runs them, too)"
+
 
 @pytest.fixture(autouse=True)
 def on_the_cpu_in_an_empty_folder(request, monkeypatch, tmp_path):

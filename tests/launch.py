@@ -120,3 +120,16 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def gone(pids, seconds=10):
+    """Whether all of `pids` have ended within that time."""
+    limit = time.monotonic() + seconds
+    while any(map(alive, pids)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def gpus(count):
+    """The environment in which a process sees that many GPUs."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}

@@ -11,7 +11,7 @@ import torch
 from hosts import Network, needs_namespaces
 from launch import assert_same, snapshot
 
-pytestmark = needs_namespaces
+pytestmark = [pytest.mark.long, needs_namespaces]
 
 
 @pytest.fixture

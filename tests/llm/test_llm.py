@@ -14,10 +14,9 @@ from pathlib import Path
 import launch
 import pytest
 import torch
-from launch import LLM, wait_for
-from test_failures import gone
-from test_wandb import QUIET, read_runs
+from launch import LLM, gone, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+from wandb_files import QUIET, read_runs
 
 import train_llm
 
@@ -103,6 +102,7 @@ def test_pretraining_command(local, tmp_path):
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_finetuning_command(local, tmp_path):
     """The second named command starts from the weights in the folder and goes on from there."""
     text = " ".join(train_llm.__doc__.split()).partition("Fine-tune: the same with ")[2]
@@ -161,6 +161,7 @@ def gradients(folder, steps):
     return {name: added[index][:257] for index, name in enumerate(names)}
 
 
+@pytest.mark.long
 def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_path, oracle):
     """One batch, accumulated batches, two and three ranks: as plain autograd on the whole.
 
@@ -190,6 +191,7 @@ def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_p
         assert metrics(folder, "validation/loss")[3] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.long
 def test_a_step_is_that_of_adamw_with_clipping_and_a_schedule(local, tmp_path, oracle):
     """Norm before clipping, decay of matrices only, a linear rise and a cosine to a tenth.
 
@@ -233,6 +235,7 @@ def test_a_step_is_that_of_adamw_with_clipping_and_a_schedule(local, tmp_path, o
     assert metrics("outputs/dropout", "validation/loss")[1] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.long
 def test_dropout_differs_between_ranks_and_the_best_model_is_the_best(local, tmp_path):
     """Where all sequences are the same, two ranks with one mask would have the loss of one rank.
 
@@ -307,6 +310,7 @@ def test_resumed_run_ends_as_an_unbroken_one(local, tmp_path, stopped, unbroken)
     torch.testing.assert_close(newest("outputs/default"), newest(unbroken), rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_resumed_on_other_numbers_of_ranks(local, tmp_path):
     """From two ranks to one and to three, in mid-epoch: each step as if it had been on one."""
     options = (*LONG, "--dropout", 0, "--max-steps", 60)
@@ -325,6 +329,7 @@ def test_resumed_on_other_numbers_of_ranks(local, tmp_path):
         assert metrics(f"outputs/on-{nproc}", "train/loss") == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 def test_newest_snapshot_of_any_machine_wins(local, tmp_path, stopped, unbroken):
     """Two machines with a disk each: one has the newest, the other only the one before."""
     for name in "ab":
@@ -343,6 +348,7 @@ def test_newest_snapshot_of_any_machine_wins(local, tmp_path, stopped, unbroken)
     torch.testing.assert_close(newest(folder), newest(unbroken), rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_going_back_to_a_step(local, tmp_path, stopped):
     """--resume STEP goes on from there, and what came later is not the newest any more."""
     shutil.copytree(stopped[0], tmp_path / "outputs" / "default")
@@ -389,6 +395,7 @@ def test_every_sequence_is_seen_once_in_an_epoch_on_any_number_of_ranks(monkeypa
         assert list(map(sorted, again)) == list(map(sorted, seen[first_step:]))
 
 
+@pytest.mark.long
 def test_damaged_newest_snapshot_is_told_and_the_one_before_is_used(local, tmp_path, stopped):
     """Cut off at any place, the newest is left as it is; without any good one the job ends."""
     shutil.copytree(stopped[0], tmp_path / "outputs" / "default")
@@ -407,6 +414,7 @@ def test_damaged_newest_snapshot_is_told_and_the_one_before_is_used(local, tmp_p
     assert reserve.read_bytes() == before
 
 
+@pytest.mark.long
 def test_cold_cache_is_made_once_and_a_cut_off_one_again(local, tmp_path):
     """Two jobs that start together share one cache; a file that lost its end is made again."""
     jobs = [launch.start(llm(local, "--max-steps", 1, "--experiment-name", name)) for name in "ab"]
@@ -462,6 +470,7 @@ def test_default_run_writes_a_sample(tmp_path):
     assert "choose another --experiment-name" in output
 
 
+@pytest.mark.long
 def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     """Without a launcher the status says the signal, as a shell would: 128 + 10."""
     job = launch.start(llm(local, *LONG, "--batch-size", 6))
@@ -481,6 +490,7 @@ def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     assert status == 128 + signal.SIGTERM and "SIGTERM: saved at step" in output, "two at once"
 
 
+@pytest.mark.long
 def test_a_second_signal_leaves_at_once(local, tmp_path):
     """Where another rank hangs, so that the step does not end, the second signal ends this one."""
     job = launch.start(llm(local, *LONG, "--max-steps", 10**6, nproc=2))
@@ -496,6 +506,7 @@ def test_a_second_signal_leaves_at_once(local, tmp_path):
     launch.finish(job, 40)
 
 
+@pytest.mark.long
 def test_loss_that_is_not_a_number_stops_the_run(local, tmp_path):
     """The step is named, and the last good snapshot, which stays."""
     output = launch.run(
@@ -537,6 +548,7 @@ train_llm.main(train_llm.parse_args())
 """
 
 
+@pytest.mark.long
 def test_batch_that_does_not_fit_is_divided_and_the_steps_stay_the_same(local, tmp_path):
     """Where one of two GPUs is too small for 6 sequences and for 3, both take 1, and accumulate."""
     options = ("--batch-size", 6, "--max-steps", 3, "--log-freq", 1)
@@ -552,6 +564,7 @@ def test_batch_that_does_not_fit_is_divided_and_the_steps_stay_the_same(local, t
         assert small == pytest.approx(large, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_fit_is_told(local, tmp_path):
     """Where not even one sequence fits, no batch size helps."""
     source = SMALL_GPU_ON_RANK_1.replace("len(source) > 2", "True").replace(
@@ -565,6 +578,7 @@ def test_a_model_that_does_not_fit_is_told(local, tmp_path):
     assert advice in output.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_out_of_memory_says_what_to_lower(local, tmp_path):
     """Half the batch with the same global batch makes the same steps: this is told, once."""
     (tmp_path / "full.py").write_text(OUT_OF_MEMORY.format(root=str(launch.ROOT)))
@@ -577,9 +591,9 @@ def test_out_of_memory_says_what_to_lower(local, tmp_path):
 
 
 BAD = {
+    "a text that is too short": (["--dataset-name", "short.txt"], "seq-length: .* too few"),
     "an unknown model": (["--model-name", "no/such"], "model-name no/such: "),
     "an unknown data set": (["--dataset-name", "no/such"], "dataset-name no/such: "),
-    "a text that is too short": (["--dataset-name", "short.txt"], "seq-length: .* too few"),
     "a sequence that is too long": (["--seq-length", 33], "model-name .* at most 32 tokens"),
     "a batch that does not divide": (["--global-batch-size", 12], "global-batch-size: 12 is not"),
     "a vocabulary that does not fit": (["--model-name", "small"], "257 tokens.* vocabulary 100"),
@@ -593,7 +607,12 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+FIRST_BAD, *OTHER_BAD = BAD
+
+
+@pytest.mark.parametrize(
+    "case", [FIRST_BAD, *(pytest.param(case, marks=pytest.mark.long) for case in OTHER_BAD)]
+)
 def test_bad_input_is_told_in_one_line(local, tmp_path, case):
     """One line that begins with ERROR, exit status 2, no traceback."""
     options, message = BAD[case]
@@ -607,6 +626,7 @@ def test_bad_input_is_told_in_one_line(local, tmp_path, case):
     assert len(errors) == 1 and re.match(f"ERROR: .*{message}", errors[0]), output
 
 
+@pytest.mark.long
 def test_full_disk_is_told_in_one_line_and_the_last_snapshot_stays(local, tmp_path):
     """A file-size limit that a snapshot exceeds stops the run soon after the save."""
     options = (*LONG, "--batch-size", 6, "--max-steps")
@@ -621,6 +641,7 @@ def test_full_disk_is_told_in_one_line_and_the_last_snapshot_stays(local, tmp_pa
     assert list(last.parent.glob("*")) == [last] and last.read_bytes() == before
 
 
+@pytest.mark.long
 def test_two_jobs_do_not_write_in_one_folder(local, tmp_path):
     """The second is told so, and the first goes on."""
     job = launch.start(llm(local, *LONG, "--batch-size", 6, "--max-steps", 10**6))
@@ -632,6 +653,7 @@ def test_two_jobs_do_not_write_in_one_folder(local, tmp_path):
     assert status == 128 + signal.SIGTERM and "Traceback" not in output, output
 
 
+@pytest.mark.long
 def test_options_that_differ_between_machines_are_told(local, tmp_path):
     """Before anything is written or trained, in one line."""
     endpoint = f"localhost:{launch.free_port()}"
@@ -644,6 +666,7 @@ def test_options_that_differ_between_machines_are_told(local, tmp_path):
     assert logs.count("ERROR: seed: not the same on all machines\n") == 1, logs
 
 
+@pytest.mark.long
 def test_snapshots_of_two_jobs_are_not_mixed(local, tmp_path):
     """Each machine went on by itself once. Neither's snapshot is taken for that of both."""
     options = ("--model-name", local / "gpt2", "--dataset-name", local / "text.txt")
@@ -659,41 +682,7 @@ def test_snapshots_of_two_jobs_are_not_mixed(local, tmp_path):
     assert len(before) == 2 and [path.read_bytes() for path in snapshots] == before
 
 
-BENCHMARK = """
-import sys
-sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
-from pathlib import Path
-import llm_speed
-llm_speed.SIZES = {{"gpt2": (1, 32, 2, 2)}}
-llm_speed.LENGTH = 32
-if len(sys.argv) > 1:
-    llm_speed.prepare(Path("."), words=5000)
-else:
-    inside = llm_speed.script_rows(Path("."), "gpt2", rounds=2, number=4)
-    if inside.processes == 1:
-        llm_speed.save_rows(inside)
-    inside.trainer = None
-    llm_speed.torch.distributed.destroy_process_group()
-"""
-
-
-def test_the_benchmark_knows_the_script(tmp_path):
-    """Its steps, its save and its own loop run, on a tiny model; the figures are not looked at."""
-    (tmp_path / "driver.py").write_text(BENCHMARK.format(root=str(launch.ROOT)))
-    launch.run(launch.python("driver.py", "prepare"))
-    output = launch.run(launch.python("driver.py"), 120)
-    for name in "script", "bare":
-        for accumulation in 4, 1:
-            assert re.search(
-                rf"^{name}: gpt2, 1 GPU, accumulation {accumulation} .* tokens/s", output, re.M
-            )
-    assert re.search(r"^save .*torch.save \S+ s, a step waits \S+ s", output, re.M)
-    output = launch.run(launch.torchrun("driver.py"), 120)
-    assert (
-        len(re.findall(r"^script: gpt2, 2 GPU, accumulation [14] .* tokens/s", output, re.M)) == 2
-    )
-
-
+@pytest.mark.long
 @pytest.mark.parametrize("nproc", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_compiled_bfloat16_on_gpus_learns_what_the_cpu_learns(local, tmp_path, nproc):
     """On one and two GPUs: compiled, in bfloat16, and each loss near that of the CPU in float32."""
@@ -708,6 +697,7 @@ def test_compiled_bfloat16_on_gpus_learns_what_the_cpu_learns(local, tmp_path, n
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 0.02
 
 
+@pytest.mark.long
 @pytest.mark.gpu(2)
 def test_resumed_run_on_gpus_ends_as_an_unbroken_one(local, tmp_path):
     """SIGTERM to a job on two GPUs with dropout: resumed, it ends with the unbroken weights.

@@ -32,7 +32,6 @@ import torch.nn.functional as F
 from launch import (
     MULTI,
     MULTINODE,
-    ROOT,
     SINGLE,
     TORCHRUN_SCRIPT,
     finish,
@@ -46,7 +45,6 @@ from launch import (
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-sys.path.insert(0, str(ROOT))
 import multigpu
 import multigpu_torchrun
 import single_gpu
@@ -205,6 +203,7 @@ def test_every_launcher_trains_the_same(script, output):
     assert losses(output(script)) == losses(output(MULTI))
 
 
+@pytest.mark.long
 def test_without_arguments_and_then_with_hyphens(output, tmp_path):
     """No argument means `50 10`; a finished job goes on when it is given more epochs."""
     first = run(torchrun(TORCHRUN_SCRIPT, nproc="auto"), 100, CUDA_VISIBLE_DEVICES="")
@@ -245,7 +244,11 @@ FOUR = python(MULTI, 2, 2, "--nproc", 4, "--batch_size", 512)
 
 
 @pytest.mark.parametrize(
-    "command", [FOUR, torchrun(TORCHRUN_SCRIPT, 2, 2)], ids=["spawn", "torchrun"]
+    "command",
+    [
+        pytest.param(FOUR, id="spawn"),
+        pytest.param(torchrun(TORCHRUN_SCRIPT, 2, 2), id="torchrun", marks=pytest.mark.long),
+    ],
 )
 def test_every_line_is_one_write(command):
     """Lines of processes that print at the same moment stay whole, in unbuffered Python as well."""
@@ -338,6 +341,7 @@ def test_the_split_into_processes_does_not_change_what_is_learned(two_at_once):
         assert printed == pytest.approx(losses(text), abs=1e-5)
 
 
+@pytest.mark.long
 def test_full_batches_are_the_same_in_single_gpu_and_multigpu():
     """single_gpu.py with all data in one batch equals multigpu.py with one half on each rank."""
     one, printed = trained(SINGLE, 1, "one", batch_size=2048)
@@ -389,7 +393,13 @@ def test_the_seed_decides_weights_and_order():
 
 
 @pytest.mark.parametrize(
-    "total, every, saves", [(5, 5, "4"), (5, 3, "24"), (1, 10, "0"), (3, 1, "012")]
+    "total, every, saves",
+    [
+        (5, 3, "24"),
+        pytest.param(5, 5, "4", marks=pytest.mark.long),
+        pytest.param(1, 10, "0", marks=pytest.mark.long),
+        pytest.param(3, 1, "012", marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("script", [SINGLE, MULTI], ids=lambda script: Path(script).stem)
 def test_save_points(script, total, every, saves):

@@ -1,19 +1,16 @@
 """wandb: what each script logs, read back from the files that wandb wrote; and what goes wrong."""
 
-import json
 import os
 import re
 import signal
-import struct
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import launch
 import pytest
 import torch
+from wandb_files import QUIET, read_runs
 
-QUIET = {"WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "WANDB__DISABLE_STATS": "true"}
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.ROOT)}
 
 ALL_SCRIPTS_IN_ONE_PROCESS = """
@@ -25,46 +22,6 @@ store = multigpu.start_store()
 multigpu.main(0, 1, store.port, multigpu.parse_args())
 print("wandb imported:", "wandb" in sys.modules)
 """
-
-Run = namedtuple("Run", "id group x_axes history")
-
-
-def records(path):
-    """The records in a .wandb file: protobufs in LevelDB's log format, blocks of 32 KiB."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, position, record = path.read_bytes(), 7, b""  # 7: the file's own header
-    while position + 7 <= len(data):
-        room = 2**15 - position % 2**15
-        if room < 7:  # too little for a header: the rest of the block is padding
-            position += room
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, position)
-        position += 7 + length
-        record += data[position - length : position]
-        if kind in (1, 4):  # a whole record or the last part of one
-            yield Record.FromString(record)
-            record = b""
-
-
-def read_runs(folder):
-    """All runs that wandb wrote in `folder`, in order of time."""
-    runs = []
-    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=os.path.getctime):
-        x_axes, history = {}, []
-        for record in records(path):
-            kind = record.WhichOneof("record_type")
-            if kind == "run":
-                id, group = record.run.run_id, record.run.run_group
-            elif kind == "metric":
-                x_axes[record.metric.glob_name or record.metric.name] = record.metric.step_metric
-            elif kind == "history":
-                items = record.history.item
-                keys = (item.key or item.nested_key[0] for item in items)
-                values = (json.loads(item.value_json) for item in items)
-                history.append(dict(zip(keys, values, strict=True)))
-        runs.append(Run(id, group, x_axes, history))
-    return runs
 
 
 def logged(run):
@@ -86,8 +43,10 @@ def one_process():
 
 @pytest.mark.parametrize(
     "command",
-    [launch.python(launch.SINGLE, 2), launch.python(launch.MULTI, 2)],
-    ids=["single", "multi"],
+    [
+        pytest.param(launch.python(launch.SINGLE, 2), id="single", marks=pytest.mark.long),
+        pytest.param(launch.python(launch.MULTI, 2), id="multi"),
+    ],
 )
 def test_one_run_of_a_job(tmp_path, command):
     """From rank 0: its rows are the printed lines, and `epoch` is their x-axis."""
@@ -97,6 +56,7 @@ def test_one_run_of_a_job(tmp_path, command):
     assert logged(run) == printed(output) and len(run.history) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
 def test_resumed_job_goes_on_in_its_runs(tmp_path, script):
     """One run from rank 0, or in multinode.py one of each rank in one group; same ids later."""
@@ -132,6 +92,7 @@ def test_nothing_of_wandb_without_the_flag(tmp_path):
     }
 
 
+@pytest.mark.long
 def test_broken_wandb_does_not_end_training(tmp_path):
     """A wandb that cannot be imported costs a line."""
     Path("broken").mkdir()
@@ -143,6 +104,7 @@ def test_broken_wandb_does_not_end_training(tmp_path):
     assert len(printed(output)) == 3  # multinode.py finds the snapshot of one epoch
 
 
+@pytest.mark.long
 def test_wandb_without_account_and_network_does_not_end_training(tmp_path):
     """`--wandb online` costs a line, and little time."""
     nowhere = {"WANDB_BASE_URL": "http://127.0.0.1:9", "HOME": str(tmp_path), "WANDB_API_KEY": ""}
@@ -153,6 +115,7 @@ def test_wandb_without_account_and_network_does_not_end_training(tmp_path):
     assert len(printed(output)) == 1
 
 
+@pytest.mark.long
 def test_killed_wandb_service_does_not_end_training(tmp_path):
     """The service process of wandb dies in mid-run: all epochs are trained, exit status 0."""
     job = launch.start(launch.python(launch.SINGLE, 300, "--wandb", "offline"), **QUIET)

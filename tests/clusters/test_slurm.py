@@ -9,7 +9,7 @@ from hosts import needs_namespaces
 from launch import assert_same
 from test_check_cluster import table
 
-pytestmark = [needs_namespaces, needs_slurm]
+pytestmark = [pytest.mark.long, needs_namespaces, needs_slurm]
 
 TORCHRUN, SRUN, SINGLE_NODE = (
     f"{name}.sbatch" for name in ("multinode_torchrun", "multinode_srun", "single_node")

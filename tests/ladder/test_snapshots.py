@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import cache
 
 import launch
 import pytest
@@ -78,7 +79,7 @@ def saves(output):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Jobs of six epochs, unbroken and broken after three: folders and outputs.
+    """`runs(model)`: jobs of six epochs, unbroken and broken after three: folders and outputs.
 
     The broken ones go on with another --seed, which must not count: the snapshot has one. The one
     with Dropout goes on in multinode.py, which must not matter either. It has three processes,
@@ -89,31 +90,35 @@ def runs(tmp_path_factory):
         driver(base, f"{name}_with_dropout.py", WITH_DROPOUT.format(script=name))
         for name in ("multigpu_torchrun", "multinode")
     )
+    plain = launch.TORCHRUN_SCRIPT
+    models = {"plain": (2, plain, plain), "dropout": (3, dropout, dropout_multinode)}
 
-    def start(folder, script, *args):
-        nproc = 2 if folder.startswith("plain") else 3
-        return launch.start(launch.torchrun(script, *args, nproc=nproc), base / folder, **CPU)
+    @cache
+    def runs(model):
+        nproc, first, second = models[model]
 
-    outputs = {}
-    for model, script in (
-        ("plain", launch.TORCHRUN_SCRIPT),
-        ("dropout", dropout),
-    ):
-        jobs = [start(f"{model}-unbroken", script, 6, 2, "--seed", 5)]
-        jobs += [start(f"{model}-broken", script, 3, 2, "--seed", 5)]
-        outputs[f"{model}-unbroken"], outputs[f"{model}-broken"] = finish_all(jobs)
+        def start(name, script, *args):
+            command = launch.torchrun(script, *args, nproc=nproc)
+            return launch.start(command, base / f"{model}-{name}", **CPU)
+
+        jobs = [start("unbroken", first, 6, 2, "--seed", 5)]
+        jobs += [start("broken", first, 3, 2, "--seed", 5)]
+        outputs = finish_all(jobs)
         shutil.copytree(base / f"{model}-broken", base / f"{model}-resumed")
-    jobs = [start("plain-resumed", launch.TORCHRUN_SCRIPT, 6, 2, "--seed", 9)]
-    jobs += [start("dropout-resumed", dropout_multinode, 6, 2, "--seed", 9)]
-    outputs["plain-resumed"], outputs["dropout-resumed"] = finish_all(jobs)
-    return base, outputs
+        outputs += finish_all([start("resumed", second, 6, 2, "--seed", 9)])
+        names = (f"{model}-{name}" for name in ("unbroken", "broken", "resumed"))
+        return base, dict(zip(names, outputs, strict=True))
+
+    return runs
 
 
-@pytest.mark.parametrize("name", ["plain-resumed", "dropout-resumed"])
+@pytest.mark.parametrize(
+    "name", ["plain-resumed", pytest.param("dropout-resumed", marks=pytest.mark.long)]
+)
 def test_resumed_run_ends_bitwise_where_an_unbroken_one_ends(runs, name):
     """Same weights, same momentum, same losses on the way, and each epoch exactly once."""
-    base, outputs = runs
     model = name.split("-")[0]
+    base, outputs = runs(model)
     assert_same(load(base / name), load(base / f"{model}-unbroken"))
     both = outputs[f"{model}-broken"] + outputs[name]
     ranks = "01" if model == "plain" else "012"
@@ -125,7 +130,7 @@ def test_resumed_run_ends_bitwise_where_an_unbroken_one_ends(runs, name):
 
 def test_one_process_writes_and_leaves_nothing_else(runs):
     """One line for each save, and only the snapshot in the folder."""
-    base, outputs = runs
+    base, outputs = runs("plain")
     assert saves(outputs["plain-unbroken"]) == [1, 3, 5]
     assert saves(outputs["plain-broken"]) == [1, 2]
     assert saves(outputs["plain-resumed"]) == [3, 5]
@@ -135,7 +140,7 @@ def test_one_process_writes_and_leaves_nothing_else(runs):
 
 def test_goes_on_with_another_number_of_processes(runs, tmp_path):
     """2 -> 1 and 1 -> 2 with the same global batch go on where an unbroken run does."""
-    base, _ = runs
+    base, _ = runs("plain")
     two_to_one, one_to_two = tmp_path / "two-to-one", tmp_path / "one-to-two"
     two_to_one.mkdir()
     shutil.copy(base / "plain-broken" / "snapshot.pt", two_to_one)
@@ -158,6 +163,7 @@ def test_goes_on_with_another_number_of_processes(runs, tmp_path):
         assert_same(load(folder), load(base / "plain-unbroken"), tolerance=3e-5)
 
 
+@pytest.mark.long
 def test_saves_every_so_many_epochs_and_after_the_last(tmp_path):
     """The save points, and a file that counts the finished epochs."""
     points = {(5, 5): [4], (5, 3): [2, 4], (1, 10): [0], (3, 1): [0, 1, 2]}
@@ -196,9 +202,10 @@ def test_save_that_dies_leaves_the_last_snapshot_whole(tmp_path):
     assert not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.long
 def test_snapshot_of_a_gpu_goes_on_without_that_gpu(runs, tmp_path, monkeypatch):
     """Tensors that were saved on another device are read to the CPU."""
-    base, _ = runs
+    base, _ = runs("plain")
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
     torch.save(load(base / "plain-broken"), tmp_path / "snapshot.pt")
     monkeypatch.undo()
@@ -206,12 +213,13 @@ def test_snapshot_of_a_gpu_goes_on_without_that_gpu(runs, tmp_path, monkeypatch)
     assert [epoch for _, epoch, _ in losses(output)] == ["3"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "where", ["the first", "the second", "an older one on the first", "a disk that both share"]
 )
 def test_two_machines_go_on_from_the_newest_snapshot_of_any(runs, tmp_path, where):
     """Wherever the snapshot lies, two agents go on from it and end where an unbroken job ends."""
-    base, outputs = runs
+    base, outputs = runs("plain")
     one, other = tmp_path / "one", tmp_path / ("one" if "share" in where else "other")
     for folder in {one, other}:
         folder.mkdir()

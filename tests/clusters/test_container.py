@@ -36,6 +36,7 @@ def test_the_image_is_a_fixed_one_without_root():
     assert mounts and set(mounts) == set(instructions("WORKDIR"))
 
 
+@pytest.mark.long
 def test_a_script_runs_with_what_the_image_has():
     """Install as the image does, then train as a user that is not root in a folder of its own."""
     user = STRANGER if os.getuid() == 0 else []

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from launch import (
-    CHECK,
     MULTI,
     MULTINODE,
     SINGLE,
@@ -20,14 +19,13 @@ from launch import (
     alive,
     finish,
     free_port,
+    gpus,
     pids,
     python,
     run,
     start,
     torchrun,
-    wait_for,
 )
-from test_check_cluster import check, curve, errors, table
 
 ON_GPUS = [
     pytest.param(script, count, marks=pytest.mark.gpu(count), id=f"{Path(script).stem}-{count}")
@@ -47,11 +45,6 @@ STARTED = r"^Rank: (\d+) \| World size: (\d+) \| Local rank: (\d+) \|.*\| Device
 
 def lines(form, output):
     return re.findall(form, output, re.MULTILINE)
-
-
-def gpus(count):
-    """The environment in which a process sees that many GPUs."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +107,7 @@ def test_no_warnings_and_whole_lines(script, count, output):
     assert "\r" not in text
 
 
+@pytest.mark.long
 @pytest.mark.gpu(2)
 def test_two_gpus_learn_what_one_with_twice_the_batch_learns():
     """2 x 32 equals 1 x 64 in weights; a GPU adds in another order, so not bit by bit."""
@@ -123,6 +117,7 @@ def test_two_gpus_learn_what_one_with_twice_the_batch_learns():
     torch.testing.assert_close(one, two, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.gpu(1)
 def test_a_gpu_learns_what_the_cpu_learns():
     """The copies to the GPU, which nobody waits for, arrive whole and in time."""
@@ -132,6 +127,7 @@ def test_a_gpu_learns_what_the_cpu_learns():
     torch.testing.assert_close(gpu, cpu, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (1, 2)])
 def test_resumed_equals_unbroken(count):
     """A job that stops after 2 epochs and goes on ends where an unbroken one ends."""
@@ -150,6 +146,7 @@ def test_resumed_equals_unbroken(count):
     assert resumed["epochs_run"] == unbroken["epochs_run"] == 4
 
 
+@pytest.mark.long
 @pytest.mark.gpu(1)
 def test_more_processes_than_gpus_are_refused_by_multigpu():
     """One line says how many there may be, and nothing starts."""
@@ -158,6 +155,7 @@ def test_more_processes_than_gpus_are_refused_by_multigpu():
     assert not list(Path().glob("*.pt"))
 
 
+@pytest.mark.long
 @pytest.mark.gpu(1)
 def test_more_processes_than_gpus_are_refused_under_torchrun():
     """The line comes once for the job; the exit status is torchrun's."""
@@ -172,6 +170,7 @@ def memory_used():
     return [int(line) for line in subprocess.check_output(query, text=True).split()]
 
 
+@pytest.mark.long
 @ON_TWO_GPUS
 @pytest.mark.gpu(2)
 def test_no_process_opens_the_gpu_of_another(command):
@@ -193,48 +192,3 @@ def test_no_process_opens_the_gpu_of_another(command):
             time.sleep(0.2)
     assert min(grown) > 100, f"nvidia-smi does not show what the processes use: {grown} MiB"
     assert abs(grown[0] - grown[1]) < 150, f"GPU 0 and GPU 1 grew by {grown} MiB"
-
-
-@pytest.mark.gpu(2)
-def test_check_cluster_shows_both_gpus_and_their_speed():
-    output = run(python(CHECK, "--max_mib=64"), 60, **gpus(2))
-    rows = table(output)
-    assert [row["device"] for row in rows] == ["cuda:0", "cuda:1"]
-    for row in rows:
-        assert row["name"] == torch.cuda.get_device_name(0)
-        assert row["NCCL"] == ".".join(map(str, torch.cuda.nccl.version()))
-    assert list(curve(output))[-1] == "64 MiB"
-    assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
-
-
-@pytest.mark.gpu(1)
-def test_check_cluster_tells_of_a_busy_gpu():
-    size = int(0.6 * torch.cuda.mem_get_info(0)[1])
-    hold = f"import torch, time; x = torch.ones({size}, dtype=torch.uint8, device='cuda')"
-    other = start(
-        ["python3", "-c", f"{hold}; print('held', flush=True); time.sleep(60)"], **gpus(1)
-    )
-    try:
-        wait_for(other, lambda output: "held" in output)
-        output = run(python(CHECK), 20, status=2, **gpus(1))
-    finally:
-        other.kill()
-        other.wait()
-    (error,) = errors(output)
-    assert re.match(r"GPU 0 of \S+ is busy: \d+\.\d of \d+\.\d GiB are in use", error)
-
-
-@pytest.mark.gpu(1)
-def test_check_cluster_tells_of_more_processes_than_gpus():
-    (error,) = errors(run(python(CHECK, "--nproc_per_node=2"), 20, status=2, **gpus(1)))
-    assert re.match(r"2 processes, but 1 GPUs on \S+: start one per GPU$", error)
-
-
-@pytest.mark.gpu(1)
-def test_check_cluster_tells_of_a_node_without_gpu():
-    command = check(f"localhost:{free_port()}")
-    agents = [start(command, "node0", **gpus(1)), start(command, "node1", **gpus(0))]
-    ends = [finish(agent, 30) for agent in agents]
-    assert [status for status, _ in ends] == [2, 2]
-    (error,) = errors("".join(output for _, output in ends))
-    assert error.startswith("no GPU for a process on ")

@@ -3,12 +3,11 @@
 import os
 import re
 import signal
-import time
 
 import launch
 import pytest
 import torch
-from launch import wait_for
+from launch import gone, wait_for
 
 FAILING_ON_RANK_1 = """
 import os, signal, sys, time
@@ -42,14 +41,6 @@ del store  # it is the parent's
 report()
 """
 RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-
-
-def gone(pids, seconds=10):
-    """Whether all of `pids` have ended within that time."""
-    limit = time.monotonic() + seconds
-    while any(map(launch.alive, pids)) and time.monotonic() < limit:
-        time.sleep(0.05)
-    return not any(map(launch.alive, pids))
 
 
 def test_job_restarts_from_the_snapshot_after_kill_of_each_rank(tmp_path):
@@ -87,8 +78,12 @@ def test_job_restarts_from_the_snapshot_after_kill_of_each_rank(tmp_path):
     ("failure", "cause"),
     [
         ("raise ValueError('epoch two is cursed')", "ValueError: epoch two is cursed"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received by PID"),
-        ("sys.exit(0)", "Connection closed by peer"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "Signal 9 (SIGKILL) received by PID",
+            marks=pytest.mark.long,
+        ),
+        pytest.param("sys.exit(0)", "Connection closed by peer", marks=pytest.mark.long),
     ],
 )
 def test_a_lost_rank_ends_the_job_within_seconds(tmp_path, monkeypatch, failure, cause):
@@ -117,7 +112,13 @@ def test_kill_of_a_process_of_multigpu_ends_the_others():
     assert gone(launch.pids(output))
 
 
-@pytest.mark.parametrize("kill", [os.killpg, os.kill], ids=["the group", "the parent only"])
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(os.killpg, id="the group"),
+        pytest.param(os.kill, id="the parent only", marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_ends_every_process_of_multigpu(kill):
     """Within 10 s, with the exit status of an interrupted command and no traceback."""
     job = launch.start(launch.python(launch.MULTI, 100000))
@@ -129,8 +130,12 @@ def test_ctrl_c_ends_every_process_of_multigpu(kill):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
-@pytest.mark.parametrize("given", [(), ("RANK", "WORLD_SIZE", "MASTER_ADDR")])
+@pytest.mark.parametrize(
+    "script", [launch.TORCHRUN_SCRIPT, pytest.param(launch.MULTINODE, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize(
+    "given", [(), pytest.param(("RANK", "WORLD_SIZE", "MASTER_ADDR"), marks=pytest.mark.long)]
+)
 def test_started_without_torchrun_says_how_to_start(script, given):
     """One line that names the variables that are missing and the command; exit status 2."""
     output = launch.run(launch.python(script), 30, status=2, **dict.fromkeys(given, "0"))
@@ -140,6 +145,7 @@ def test_started_without_torchrun_says_how_to_start(script, given):
     assert output == f"ERROR: {missing} not set. Start with: {command} (no GPU: auto)\n"
 
 
+@pytest.mark.long
 def test_no_process_group_is_left_behind(tmp_path, monkeypatch):
     """Each script ends its group for good: a thread of it that lived on could abort the exit."""
     (tmp_path / "driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)

@@ -77,8 +77,12 @@ def the_error(process, seconds=20):
 
 @pytest.mark.parametrize(
     "command",
-    [launch.python(launch.CHECK, "--max_mib=1"), launch.torchrun(launch.CHECK, "--max_mib=1")],
-    ids=["python", "torchrun"],
+    [
+        pytest.param(launch.python(launch.CHECK, "--max_mib=1"), id="python"),
+        pytest.param(
+            launch.torchrun(launch.CHECK, "--max_mib=1"), id="torchrun", marks=pytest.mark.long
+        ),
+    ],
 )
 def test_on_one_machine(command):
     output = launch.run(command, 30)
@@ -96,6 +100,7 @@ def test_on_one_machine(command):
     assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
 
 
+@pytest.mark.long
 def test_the_script_may_stay_in_the_command():
     """Not the script is started, but the check; and once, whatever --max-restarts says."""
     options = ("--nproc_per_node=2", "--max-restarts=3", launch.MULTINODE, "50", "10")
@@ -104,12 +109,14 @@ def test_the_script_may_stay_in_the_command():
     assert "Epoch" not in output
 
 
+@pytest.mark.long
 def test_the_cpus_that_a_process_may_use():
     """As `taskset` left them."""
     output = launch.run(["taskset", "-c", "1", *launch.python(launch.CHECK, "--max_mib=1")], 30)
     assert [row["CPUs"] for row in table(output)] == ["1", "1"]
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_two_hosts(network):
     alpha, beta = network.hosts
@@ -126,12 +133,14 @@ def test_two_hosts(network):
     assert alpha.processes() == beta.processes() == []
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_endpoint_does_not_resolve(network):
     error = the_error(network.hosts[0].start(check("nosuch.invalid:29603")))
     assert error.startswith("alpha cannot resolve the name nosuch.invalid: ")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_own_name_does_not_resolve(network):
     network.hosts[0].know("10.77.0.2 beta")
@@ -139,12 +148,14 @@ def test_the_own_name_does_not_resolve(network):
     assert error.startswith("alpha cannot resolve its own name, as torchrun wants to: add it to")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_nobody_listens(network):
     error = the_error(network.hosts[1].start(check("alpha:29603", "--wait=3")))
     assert error.startswith("nobody listens at alpha port 29603: start the check on that machine")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_no_answer(network):
     network.cable(network.hosts[0], "down")
@@ -152,12 +163,14 @@ def test_no_answer(network):
     assert error.startswith("beta gets no answer from 10.77.0.1 port 29603 (")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_others_do_not_come(network):
     error = the_error(network.hosts[0].start(check("alpha:29603", "--wait=1")))
     assert error.startswith("not all of 2 machines came (RendezvousTimeoutError): start the same")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_machine_of_the_endpoint_is_lost(network):
     alpha, beta = network.hosts
@@ -169,6 +182,7 @@ def test_the_machine_of_the_endpoint_is_lost(network):
     assert the_error(agent, 30) == "beta lost alpha:29603, where all meet: look at the output there"
 
 
+@pytest.mark.long
 @needs_namespaces
 @pytest.mark.parametrize("address", ["", "127.0.0.1"], ids=["everywhere", "on loopback"])
 def test_the_port_is_taken(network, address):
@@ -179,6 +193,7 @@ def test_the_port_is_taken(network, address):
     assert error.startswith("port 29603 of alpha is taken by another program")
 
 
+@pytest.mark.long
 def test_two_of_one_job_on_one_machine():
     """The second finds the port taken, by the first, and that is right."""
     command = check(f"localhost:{launch.free_port()}", "--max_mib=1")
@@ -186,6 +201,7 @@ def test_two_of_one_job_on_one_machine():
         see_it_end(agent, 0, 30)
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_name_resolves_to_loopback_and_the_endpoint_is_an_address(network):
     """torchrun then does not know itself for the host of the endpoint, and nobody listens."""
@@ -195,6 +211,7 @@ def test_the_name_resolves_to_loopback_and_the_endpoint_is_an_address(network):
     assert "--rdzv-conf=is_host=1" in error
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_name_resolves_to_loopback_and_the_endpoint_is_that_name(network):
     """gloo would tell beta to look for alpha at 127.0.1.1. The cure that is named helps."""
@@ -210,6 +227,7 @@ def test_the_name_resolves_to_loopback_and_the_endpoint_is_that_name(network):
         see_it_end(agent, 0, 40)
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_rank_0_is_called_localhost(tmp_path):
     """Its name is an alias of localhost there, and the other host looks for it on itself."""
@@ -228,6 +246,7 @@ def test_rank_0_is_called_localhost(tmp_path):
         assert "nothing was heard of rank 1" in the_error(agents[0], 30)
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_interface_does_not_exist(network):
     alpha, beta = network.hosts
@@ -238,6 +257,7 @@ def test_the_interface_does_not_exist(network):
     launch.finish(agents[1], 30)
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_the_interface_leads_nowhere(network):
     alpha, beta = network.hosts
@@ -252,6 +272,7 @@ def test_the_interface_leads_nowhere(network):
         assert error.startswith("the processes met, but gloo cannot connect them: a wrong inter")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_versions_differ(network):
     """On beta torch has another version.py over its own."""
@@ -281,15 +302,18 @@ def by_srun(rank, address, port):
     }
 
 
+BY_SRUN, *OTHERS_BY_SRUN = [
+    (1, "nosuch.invalid", False, "MASTER_ADDR: {host} cannot resolve the name nosuch.invalid"),
+    (1, "localhost", False, "MASTER_ADDR: nobody listens at localhost port {port}"),
+    (0, "192.0.2.9", False, "MASTER_ADDR: 192.0.2.9 is another machine, but rank 0 runs on"),
+    (0, "localhost", True, "MASTER_ADDR: port {port} of {host} is taken by another program"),
+    (0, "localhost", False, "nothing was heard of rank 1 in 6 s"),
+]
+
+
 @pytest.mark.parametrize(
     ("rank", "address", "taken", "expected"),
-    [
-        (1, "nosuch.invalid", False, "MASTER_ADDR: {host} cannot resolve the name nosuch.invalid"),
-        (1, "localhost", False, "MASTER_ADDR: nobody listens at localhost port {port}"),
-        (0, "192.0.2.9", False, "MASTER_ADDR: 192.0.2.9 is another machine, but rank 0 runs on"),
-        (0, "localhost", True, "MASTER_ADDR: port {port} of {host} is taken by another program"),
-        (0, "localhost", False, "nothing was heard of rank 1 in 6 s"),
-    ],
+    [BY_SRUN, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS_BY_SRUN)],
 )
 def test_started_by_srun(rank, address, taken, expected):
     with socket.create_server(("localhost", 0)) as server:
@@ -312,18 +336,77 @@ def test_wrong_sums_are_told(tmp_path, monkeypatch):
     assert "64 KiB" not in output and "OK" not in output
 
 
+BAD, *OTHER_BAD = [
+    (["--nosuch"], "unrecognized arguments: --nosuch"),
+    (["--nnodes=2", "--rdzv-endpoint=alpha:99999"], "--rdzv-endpoint: The port number"),
+    (["--nproc_per_node=none"], "Unsupported nproc_per_node value: none"),
+    (["multinode.py", "50", "--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
+    (["--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
+    (["--max_mib=x"], "max_mib: give a whole number from 1 to 65536, not 'x'"),
+]
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [
-        (["--nosuch"], "unrecognized arguments: --nosuch"),
-        (["--nnodes=2", "--rdzv-endpoint=alpha:99999"], "--rdzv-endpoint: The port number"),
-        (["--nproc_per_node=none"], "Unsupported nproc_per_node value: none"),
-        (["multinode.py", "50", "--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
-        (["--wait=0"], "wait: give a whole number from 1 to 3600, not '0'"),
-        (["--max_mib=x"], "max_mib: give a whole number from 1 to 65536, not 'x'"),
-    ],
+    [BAD, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHER_BAD)],
 )
 def test_bad_options(options, expected):
     output = launch.run(launch.python(launch.CHECK, *options), 30, status=2)
     (line,) = output.splitlines()
     assert expected in line and "rror: " in line.replace("ERROR", "error")
+
+
+@pytest.mark.long
+@pytest.mark.gpu(2)
+def test_check_cluster_shows_both_gpus_and_their_speed():
+    output = launch.run(launch.python(launch.CHECK, "--max_mib=64"), 60, **launch.gpus(2))
+    rows = table(output)
+    assert [row["device"] for row in rows] == ["cuda:0", "cuda:1"]
+    for row in rows:
+        assert row["name"] == torch.cuda.get_device_name(0)
+        assert row["NCCL"] == ".".join(map(str, torch.cuda.nccl.version()))
+    assert list(curve(output))[-1] == "64 MiB"
+    assert output.endswith("OK: all-reduce gives the right sums between 2 processes\n")
+
+
+@pytest.mark.long
+@pytest.mark.gpu(1)
+def test_check_cluster_tells_of_a_busy_gpu():
+    size = int(0.6 * torch.cuda.mem_get_info(0)[1])
+    hold = f"import torch, time; x = torch.ones({size}, dtype=torch.uint8, device='cuda')"
+    other = launch.start(
+        ["python3", "-c", f"{hold}; print('held', flush=True); time.sleep(60)"], **launch.gpus(1)
+    )
+    try:
+        launch.wait_for(other, lambda output: "held" in output)
+        output = launch.run(launch.python(launch.CHECK), 20, status=2, **launch.gpus(1))
+    finally:
+        other.kill()
+        other.wait()
+    (error,) = errors(output)
+    assert re.match(r"GPU 0 of \S+ is busy: \d+\.\d of \d+\.\d GiB are in use", error)
+
+
+@pytest.mark.long
+@pytest.mark.gpu(1)
+def test_check_cluster_tells_of_more_processes_than_gpus():
+    (error,) = errors(
+        launch.run(
+            launch.python(launch.CHECK, "--nproc_per_node=2"), 20, status=2, **launch.gpus(1)
+        )
+    )
+    assert re.match(r"2 processes, but 1 GPUs on \S+: start one per GPU$", error)
+
+
+@pytest.mark.long
+@pytest.mark.gpu(1)
+def test_check_cluster_tells_of_a_node_without_gpu():
+    command = check(f"localhost:{launch.free_port()}")
+    agents = [
+        launch.start(command, "node0", **launch.gpus(1)),
+        launch.start(command, "node1", **launch.gpus(0)),
+    ]
+    ends = [launch.finish(agent, 30) for agent in agents]
+    assert [status for status, _ in ends] == [2, 2]
+    (error,) = errors("".join(output for _, output in ends))
+    assert error.startswith("no GPU for a process on ")

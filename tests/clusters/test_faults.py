@@ -46,6 +46,7 @@ def undisturbed(folder):
     return cache(lambda script: faults.undisturbed(shorter(script), folder / script))
 
 
+@pytest.mark.long
 @needs_namespaces
 @pytest.mark.parametrize("script, name", FIXED)
 def test_nothing_is_lost(script, name, undisturbed, folder):

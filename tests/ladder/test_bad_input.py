@@ -18,6 +18,16 @@ COUNTS = [("multigpu", "nproc")]
 COUNTS += product(SCRIPTS, ("total_epochs", "save_every", "batch_size", "seed"))
 COUNTS += product(WITH_SNAPSHOT, ("timeout",))
 
+
+def each(scripts):
+    """The test for each of `scripts`; for all but the last it is a long one."""
+    *others, last = scripts
+    others = [pytest.param(script, marks=pytest.mark.long) for script in others]
+    return pytest.mark.parametrize("script", [*others, last])
+
+
+each_script, each_with_snapshot = each(SCRIPTS), each(WITH_SNAPSHOT)
+
 # @record wants a stderr with a file descriptor, which the captured one is not.
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 
@@ -31,7 +41,6 @@ script.main(script.parse_args())
 @pytest.fixture
 def start(monkeypatch):
     """Give `start(script, *args)`: runs a script in this process, the only one of its job."""
-    monkeypatch.syspath_prepend(launch.ROOT)
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
     for name, value in (ranks | address).items():
@@ -99,8 +108,15 @@ class RunsCode:
         return open, ("ran", "w")
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "ten", "1.5", "", str(2**31), "9" * 5000])
-@pytest.mark.parametrize(("script", "name"), COUNTS)
+@pytest.mark.parametrize(
+    ("script", "name", "value"),
+    [
+        # Each count with one value and each value for one count, and the others with --all.
+        pytest.param(*count, value, marks=() if 0 in (row, column) else pytest.mark.long)
+        for row, count in enumerate(COUNTS)
+        for column, value in enumerate(["0", "-1", "ten", "1.5", "", str(2**31), "9" * 5000])
+    ],
+)
 def test_counts_are_whole_numbers(refusal, script, name, value):
     """Zero, negative, no number or too large: the line names the argument and its value."""
     if (name, value) == ("seed", "0"):
@@ -121,7 +137,7 @@ def test_counts_are_whole_numbers(refusal, script, name, value):
         (("--batch_size",), "--batch_size"),
     ],
 )
-@pytest.mark.parametrize("script", SCRIPTS)
+@each_script
 def test_arguments_that_the_scripts_do_not_have(refusal, script, args, named):
     """Positional counts, unknown options and values: the line names them."""
     assert named in refusal(script, *args)
@@ -137,7 +153,7 @@ def test_at_most_one_process_per_gpu(refusal, monkeypatch):
 @pytest.mark.parametrize(
     "path", ["nowhere/snapshot.pt", "nowhere/", "/proc/snapshot.pt", "/sys/snapshot.pt", ""]
 )
-@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+@each_with_snapshot
 def test_snapshot_path_that_cannot_be_written(refusal, script, path):
     """Told before training: no such folder, or one in which even root makes no file."""
     line = refusal(script, "1", "--snapshot_path", path)
@@ -145,7 +161,7 @@ def test_snapshot_path_that_cannot_be_written(refusal, script, path):
 
 
 @pytest.mark.parametrize("path", ["folder", "folder/"])
-@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+@each_with_snapshot
 def test_snapshot_path_that_is_a_folder(refusal, tmp_path, script, path):
     """The line names the path and the option that changes it."""
     (tmp_path / "folder").mkdir()
@@ -183,7 +199,7 @@ BAD_SNAPSHOTS = [
 @pytest.mark.parametrize(
     ("error", "spoiled"), [pytest.param(*rest, id=kind) for kind, *rest in BAD_SNAPSHOTS]
 )
-@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+@each_with_snapshot
 def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, error, spoiled):
     """It stays as it is, no code in it runs, and the line says what to do."""
     (tmp_path / "snapshot.pt").write_bytes(spoiled(good))
@@ -195,7 +211,7 @@ def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, error, spoile
     assert re.search(rf"^\| .*`{error}`.* \| ", text, re.MULTILINE), "the table has it"
 
 
-@pytest.mark.parametrize("script", WITH_SNAPSHOT)
+@each_with_snapshot
 def test_good_snapshot_is_accepted(start, good, tmp_path, capsys, script):
     """The one that the tests above spoil."""
     (tmp_path / "snapshot.pt").write_bytes(good)
@@ -221,6 +237,7 @@ def test_scripts_end_with_one_line_and_status_2():
         assert output == f"{name}: error: {value}\n"
 
 
+@pytest.mark.long
 def test_job_of_two_ranks_tells_once(tmp_path):
     """Wrong count, damaged snapshot, too few GPUs: one line, and exit status 2 in the report."""
     (tmp_path / "damaged.pt").write_text("damaged")
@@ -241,7 +258,14 @@ def test_job_of_two_ranks_tells_once(tmp_path):
     assert not list(tmp_path.glob("snapshot.pt*"))
 
 
-@pytest.mark.parametrize(("node", "wrong"), [(0, "argument"), (1, "argument"), (1, "snapshot")])
+@pytest.mark.parametrize(
+    ("node", "wrong"),
+    [
+        (1, "argument"),
+        pytest.param(0, "argument", marks=pytest.mark.long),
+        pytest.param(1, "snapshot", marks=pytest.mark.long),
+    ],
+)
 def test_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
     """Typed or found on either machine, it is told once, and the other does not wait."""
     endpoint = f"localhost:{launch.free_port()}"

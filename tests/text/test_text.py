@@ -9,11 +9,9 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import lesson
 import pytest
 from launch import ROOT, alive, finish, pids, start
-
-sys.path.insert(0, str(ROOT / "docs"))
-import lesson
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,6 +59,7 @@ def assert_shown(lines, output):
         assert line == "…" or masked(on_the_cpu(line)) in masked(output), f"{line}\n{output}"
 
 
+@pytest.mark.long
 def test_every_command_prints_what_the_text_shows(project):
     """Typed one after the other in one folder, as a reader does."""
     (_, first, shown), (_, tests, _), (_, activate, _), *typed = programs(ROOT / "README.md")
@@ -105,6 +104,7 @@ def kill_a_worker_and_see_it_resume(process):
     return output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda path: path.name)
 def test_the_code_in_the_docs_prints_what_they_show(document, project):
     """Each Python block is a whole program; each bash block runs as it stands."""

@@ -1,0 +1,47 @@
+"""What a stranger could make of a job of the ladder: its ports, its files, and what is told.
+
+That no code in a snapshot runs, test_bad_input.py sees.
+"""
+
+import launch
+import pytest
+from hosts import needs_namespaces
+from launch import MULTI, MULTINODE, SINGLE, TORCHRUN_SCRIPT
+from security import (
+    assert_no_other_machine_can_reach,
+    assert_wandb_has_no_secret,
+    written_outside,
+)
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(launch.python(MULTI, 100000), id="multi"),
+        pytest.param(
+            launch.torchrun(TORCHRUN_SCRIPT, 100000), id="torchrun", marks=pytest.mark.long
+        ),
+        pytest.param(launch.torchrun(MULTINODE, 100000), id="multinode", marks=pytest.mark.long),
+    ],
+)
+def test_on_one_machine_no_other_can_reach_a_process(tmp_path, command):
+    """All that a script opens is on the loopback interface."""
+    assert_no_other_machine_can_reach(command, tmp_path)
+
+
+@pytest.mark.long
+def test_nothing_is_written_outside_of_the_folder(tmp_path):
+    """No file stays among the temporary ones or in the user's home."""
+    commands = [
+        launch.python(SINGLE, 1, 1),
+        launch.python(MULTI, 1, 1),
+        launch.torchrun(MULTINODE, 1, 1),
+    ]
+    assert written_outside(commands, tmp_path) == {"work/checkpoint.pt", "work/snapshot.pt"}
+
+
+@pytest.mark.long
+def test_wandb_gets_no_secret_of_the_environment(tmp_path):
+    """The values of the environment's variables stay here."""
+    assert_wandb_has_no_secret(launch.torchrun(MULTINODE, 1), tmp_path)
