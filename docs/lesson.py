@@ -31,12 +31,16 @@ def changed(old: str, new: str) -> list[str]:
 
 
 def show(old: str, new: str, *names: str):
-    """Print the difference in the named parts as one block for Markdown."""
+    """Print the difference in the named parts as one block for Markdown.
+
+    A part that has another name in `new` is named by both: "_save_checkpoint > _save_snapshot".
+    """
     print("```diff")
     for number, name in enumerate(names):
         if number > 0:
             print()
-        before, after = parts(old).get(name, []), parts(new).get(name, [])
-        hunks = list(difflib.unified_diff(before, after, n=2, lineterm=""))[3:]
+        name_before, _, name_after = name.partition(" > ")
+        before, after = parts(old).get(name_before, []), parts(new).get(name_after or name, [])
+        hunks = list(difflib.unified_diff(before, after, n=1, lineterm=""))[3:]
         print("\n".join("  ⋮" if line.startswith("@@") else line.rstrip() for line in hunks))
     print("```")
