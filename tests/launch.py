@@ -1,15 +1,20 @@
 """How the tests start the scripts: as a reader does, with a time limit, leaving nothing behind."""
 
+import multiprocessing
 import os
 import re
+import resource
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import torch
+import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parent.parent
 SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
@@ -23,6 +28,10 @@ SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
         "train_llm",
     )
 )
+
+
+# Processes start from one that has imported torch and what optimizers import: not in 3 s, but 0.1.
+multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 
 def python(script, *args):
@@ -97,6 +106,95 @@ def wait_for(process, condition, seconds=60):
             raise AssertionError(f"did not happen before the job ended:\n{output}")
         time.sleep(0.05)
     return output
+
+
+def in_processes(count, function, *args):
+    """Run `function(rank, init_method, *args)` in `count` new processes; fail if one of them fails.
+
+    `init_method` says where they meet.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        given = (function, f"file://{folder}/store", args)
+        mp.start_processes(_on_this_machine, given, nprocs=count, start_method="forkserver")
+
+
+def _on_this_machine(rank, function, init_method, args):
+    import plumbing
+
+    plumbing.stay_on_this_machine()
+    function(rank, init_method, *args)
+
+
+def edited(script, name, *changes):
+    """A copy of `script` called `name`, as a reader makes it: each old text, in it once, is new."""
+    text = Path(script).read_text()
+    for old, new in changes:
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {script}"
+        text = text.replace(old, new)
+    Path(name).write_text(text)
+    return str(Path(name).resolve())
+
+
+def alone(rank=0, world_size=1, port=None):
+    """The environment of one rank on this machine, as torchrun would set it."""
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port or free_port())}
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)} | sizes | address
+
+
+def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None):
+    """Run `nproc` ranks of a ladder script (or a copy) without a launcher, from a process that has
+    imported torch already. Return (set of exit statuses, output).
+
+    No file may become larger than `largest_file` bytes: to a process, as if the disk were full.
+    """
+    Path(cwd).mkdir(exist_ok=True)
+    log = Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log"
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        ranks = [
+            context.Process(
+                target=_run_rank,
+                args=(script, list(map(str, args)), alone(rank, nproc, port), folder),
+                kwargs={"cwd": os.path.abspath(cwd), "log": log.name, "largest_file": largest_file},
+            )
+            for rank in range(nproc)
+        ]
+        for process in ranks:
+            process.start()
+        limit = time.monotonic() + seconds
+        for process in ranks:
+            process.join(max(0, limit - time.monotonic()))
+        late = [process for process in ranks if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+    assert not late, f"still running after {seconds} s:\n{log.read_text()}"
+    return {process.exitcode for process in ranks}, log.read_text()
+
+
+def _run_rank(script, args, env, folder, cwd, log, largest_file):
+    os.chdir(cwd)
+    file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(ROOT))
+    text = Path(script).read_text()
+    if "mp.spawn(" not in text:
+        if "require_torchrun" in text:
+            os.environ.update(env)
+        runpy.run_path(script, run_name="__main__")
+        return
+    import plumbing
+
+    plumbing.stay_on_this_machine()
+    script = runpy.run_path(script)
+    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    script["main"](rank, world_size, f"file://{folder}/store", script["parse_args"]())
 
 
 def pids(output):

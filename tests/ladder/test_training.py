@@ -8,12 +8,13 @@ import fcntl
 import hashlib
 import io
 import itertools
-import multiprocessing
 import os
 import pickle
+import plumbing
 import pty
 import re
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -27,7 +28,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from launch import (
     MULTI,
@@ -36,6 +36,7 @@ from launch import (
     TORCHRUN_SCRIPT,
     finish,
     free_port,
+    in_processes,
     pids,
     python,
     run,
@@ -59,22 +60,12 @@ EPOCH = r"\[CPU(\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: 
 SAVED = r"Epoch (\d+) \| Training (?:checkpoint saved at checkpoint|snapshot saved at snapshot)\.pt"
 RESUMED = r"Resuming training from snapshot at Epoch (\d+)"
 GLOBAL_BATCH = r"Global batch size: (\d+)"
+SIZE = r"\d+ \(\d+ x \d+ processes\)"
+RESIZED = rf"Global batch size: ({SIZE}), but ({SIZE}) in the snapshot"
 LAUNCHER = r"(?:W\d{4} .*\] )?node_rank is only used for static rdzv_backend\b.*"  # torchrun's own
 
 # What conftest.py sets for each test, for fixtures as well; and a warning ends the script.
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning"}
-
-# Processes start from one that has imported torch and what optimizers import: not in 3 s, but 0.1.
-multiprocessing.set_forkserver_preload(["torch._dynamo"])
-
-
-def in_processes(count, function, *args):
-    """Run `function(rank, port, *args)` in `count` new processes; fail if one of them fails.
-
-    `port` is that of the store at which they meet.
-    """
-    store = multigpu.start_store()
-    mp.start_processes(function, (store.port, *args), nprocs=count, start_method="forkserver")
 
 
 def lines(form, output):
@@ -158,7 +149,7 @@ def test_a_log_has_whole_lines_of_known_forms(script, output):
 
 
 def check_log(text):
-    known = "|".join((STARTED, EPOCH, SAVED, RESUMED, GLOBAL_BATCH, LAUNCHER))
+    known = "|".join((STARTED, EPOCH, SAVED, RESUMED, GLOBAL_BATCH, RESIZED, LAUNCHER))
     assert [line for line in text.split("\n")[:-1] if not re.fullmatch(known, line)] == []
     assert text.endswith("\n")
 
@@ -214,6 +205,8 @@ def test_without_arguments_and_then_with_hyphens(output, tmp_path):
     second = run(torchrun(TORCHRUN_SCRIPT, *more, nproc=2), PYTHONWARNINGS="error::UserWarning")
     check_log(second)
     assert lines(RESUMED, second) == ["50"]
+    before = f"{32 * os.cpu_count()} (32 x {os.cpu_count()} processes)"
+    assert lines(RESIZED, second) == [("32 (16 x 2 processes)", before)]
     assert lines(SAVED, second) == ["50", "51"]
     assert {(epoch, size) for _, epoch, size, *_ in lines(EPOCH, second)} == {
         ("50", "16"),
@@ -233,7 +226,7 @@ def two_at_once(tmp_path_factory):
 
 
 def test_two_runs_on_one_machine_do_not_meet(two_at_once):
-    """Each run of multigpu.py has a port of its own, and its first number is the epochs."""
+    """Each run of multigpu.py has a store of its own, and its first number is the epochs."""
     (three, one), _ = two_at_once
     assert len(losses(three)) == 3 and lines(SAVED, three) == ["0", "1", "2"]
     assert len(losses(one)) == 1 and lines(SAVED, one) == ["0"]
@@ -314,7 +307,7 @@ def test_arguments_by_position_and_by_name(script, typed, monkeypatch):
 # Several processes learn what one learns
 
 
-def train(rank, port, script, world_size, args, folder):
+def train(rank, init_method, script, world_size, args, folder):
     """Run `main` of single_gpu.py or multigpu.py, as one of its processes, in `folder`."""
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
@@ -322,7 +315,7 @@ def train(rank, port, script, world_size, args, folder):
         if script == SINGLE:
             single_gpu.main(args)
         else:
-            multigpu.main(rank, world_size, port, args)
+            multigpu.main(rank, world_size, init_method, args)
 
 
 def trained(script, world_size, folder, **changed):
@@ -484,14 +477,12 @@ def check_pickles(loader):
     pickle.loads(pickle.dumps((loader.dataset, loader.sampler, loader.collate_fn)))
 
 
-def report_from_inside(rank, port, folder):
+def report_from_inside(rank, init_method, folder):
     torch.manual_seed(rank)
     torch.set_num_threads(rank + 1)
     data = fingerprint(MyTrainDataset(2048))
-    torch.set_num_threads(4)
-    device = multigpu.ddp_setup(rank, 2, port)
+    device = multigpu.ddp_setup(rank, 2, init_method)
     report = {
-        "threads": torch.get_num_threads(),
         "device": str(device),
         "data": data,
         "epochs": [epoch_on(multigpu, 64, epoch) for epoch in (0, 1, 1)],
@@ -513,9 +504,20 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 
-def test_processes_on_the_cpu_share_the_cores(ranks):
-    """Two processes on four cores compute with two threads each."""
-    assert [(rank["device"], rank["threads"]) for rank in ranks] == [("cpu", 2)] * 2
+@pytest.mark.parametrize("given, threads", [(None, "2"), ("3", "3")])
+def test_processes_on_the_cpu_share_the_cores(ranks, monkeypatch, given, threads):
+    """Two processes on four cores are told to compute with two threads each, or what was set."""
+    assert [rank["device"] for rank in ranks] == ["cpu", "cpu"]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        with plumbing.local_job(2):
+            assert os.environ["OMP_NUM_THREADS"] == threads
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def test_the_dataset_is_the_same_in_every_process(ranks):
@@ -569,7 +571,7 @@ def test_a_bar_shows_slow_epochs_of_rank_0_on_a_terminal(ranks):
     assert [rank[what] for rank in ranks for what in ("quick", "file")] == [""] * 4
 
 
-def single_gpu_from_inside(rank, port, folder):
+def single_gpu_from_inside(rank, init_method, folder):
     torch.save(
         {"slow": bar_of(single_gpu, 0.4), "epoch": epoch_on(single_gpu, 63, 0)},
         f"{folder}/single.pt",
