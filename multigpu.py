@@ -3,7 +3,7 @@
 Run:  python multigpu.py 50 10
 """
 
-import plumbing  # before torch: it has to see early who started this process
+import plumbing  # first: it notes which process started this one, to end with it
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,10 @@ from datautils import MyTrainDataset, build_model, collate
 
 def ddp_setup(rank: int, world_size: int, init_method: str) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    local_rank = rank  # there is no other machine
-    device, gpu = torch.device("cpu"), None
+    local_rank = rank  # one machine: the two are the same
+    device, gpu = torch.device("cpu"), None  # gpu: for device_id, which takes no CPU
     if plumbing.count_gpus() > 0:
-        device = gpu = torch.device(local_rank)  # process 0 takes GPU 0, process 1 takes GPU 1
+        device = gpu = torch.device(local_rank)  # local rank 0 takes GPU 0, 1 takes GPU 1
         torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size, device_id=gpu)
@@ -50,17 +50,17 @@ class Trainer:
     def _run_epoch(self, epoch):
         sampler = self.train_data.sampler
         sampler.set_epoch(epoch)  # another order in each epoch, the same one on all ranks
-        # Dropout and the like have to differ between ranks and epochs, but not between two runs.
+        # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
         torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
-        totals = torch.zeros(2, device=self.device)  # sum of the losses, number of samples
+        totals = torch.zeros(2, device=self.device)  # in float32: sum of the losses, samples
         for source, targets in plumbing.bar(self.train_data):
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             totals[0] += self._run_batch(source, targets).float() * len(source)
             totals[1] += len(source)
-        dist.all_reduce(totals)  # sums over the ranks: the loss is to be the job's
-        loss = float(totals[0] / totals[1])  # the only time that the CPU waits for the GPU
-        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)
+        dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
+        loss = float(totals[0] / totals[1])  # the CPU waits for the GPU here, once per epoch
+        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
         plumbing.report(epoch, loss, self.train_data, self.device)
 
     def _save_checkpoint(self, epoch):
@@ -80,7 +80,7 @@ class Trainer:
 
 
 def load_train_objs(seed):
-    torch.manual_seed(seed)  # the same initial weights in every run and process
+    torch.manual_seed(seed)  # the same initial weights in every run
     train_set = MyTrainDataset(2048)  # load your dataset
     model = build_model()  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -92,9 +92,9 @@ def prepare_dataloader(dataset, batch_size, seed, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,
-        pin_memory=device.type not in ("cpu", "mps"),  # copies to a GPU need not be waited for
-        sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and deals each rank its share
+        collate_fn=collate,  # as usual, but MyTrainDataset hands out whole batches: faster
+        pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
+        sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
     )
 
 
@@ -112,7 +112,7 @@ def main(rank, world_size, init_method, args):  # mp.spawn gives each process it
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
     plumbing.start_wandb(args)
     trainer.train(args.total_epochs)
-    del trainer  # DDP has to go before the group that it talks through
+    del trainer  # DDP has to go before the group that it talks through, or the exit may hang
     dist.destroy_process_group()
 
 

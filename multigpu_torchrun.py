@@ -4,7 +4,7 @@ Run:  torchrun --standalone --nproc_per_node=gpu multigpu_torchrun.py 50 10
 """
 
 import os
-import plumbing  # before torch: it has to see early who started this process
+import plumbing  # first: it notes which process started this one, to end with it
 from datetime import timedelta
 
 import torch
@@ -20,11 +20,11 @@ from datautils import MyTrainDataset, build_model, collate
 
 def ddp_setup(timeout: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    plumbing.require_torchrun()  # which has set RANK, WORLD_SIZE, LOCAL_RANK and more
+    plumbing.require_torchrun()  # torchrun has set RANK, WORLD_SIZE, LOCAL_RANK and more
     local_rank = int(os.environ["LOCAL_RANK"])
-    device, gpu = torch.device("cpu"), None
+    device, gpu = torch.device("cpu"), None  # gpu: for device_id, which takes no CPU
     if plumbing.count_gpus() > 0:
-        device = gpu = torch.device(local_rank)  # process 0 takes GPU 0, process 1 takes GPU 1
+        device = gpu = torch.device(local_rank)  # local rank 0 takes GPU 0, 1 takes GPU 1
         torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu)
@@ -41,11 +41,11 @@ class Trainer:
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
-        self.wandb_id = os.urandom(4).hex()
-        self._load_snapshot()  # before DDP: the model's names in it are those without `module.`
+        self.wandb_id = os.urandom(4).hex()  # rank 0's identifies the job
+        self._load_snapshot()  # before DDP: the names in the file have no `module.`
         # Copies rank 0's weights to every rank. From here on backward() averages the gradients.
         self.model = DDP(self.model)
-        plumbing.fix_bucket_order(self.model)  # makes a resume equal to the last bit, or drop it
+        plumbing.fix_bucket_order(self.model)  # optional: makes a resume equal to the last bit
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -58,17 +58,17 @@ class Trainer:
     def _run_epoch(self, epoch):
         sampler = self.train_data.sampler
         sampler.set_epoch(epoch)  # another order in each epoch, the same one on all ranks
-        # Dropout and the like have to differ between ranks and epochs, but not between two runs.
+        # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
         torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
-        totals = torch.zeros(2, device=self.device)  # sum of the losses, number of samples
+        totals = torch.zeros(2, device=self.device)  # in float32: sum of the losses, samples
         for source, targets in plumbing.bar(self.train_data):
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             totals[0] += self._run_batch(source, targets).float() * len(source)
             totals[1] += len(source)
-        dist.all_reduce(totals)  # sums over the ranks: the loss is to be the job's
-        loss = float(totals[0] / totals[1])  # the only time that the CPU waits for the GPU
-        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)
+        dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
+        loss = float(totals[0] / totals[1])  # the CPU waits for the GPU here, once per epoch
+        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
         plumbing.report(epoch, loss, self.train_data, self.device)
 
     def _save_snapshot(self, epoch):
@@ -111,7 +111,7 @@ class Trainer:
 
 
 def load_train_objs(seed):
-    torch.manual_seed(seed)  # the same initial weights in every run and process
+    torch.manual_seed(seed)  # the same initial weights in every run
     train_set = MyTrainDataset(2048)  # load your dataset
     model = build_model()  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -123,9 +123,9 @@ def prepare_dataloader(dataset, batch_size, seed, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,
-        pin_memory=device.type not in ("cpu", "mps"),  # copies to a GPU need not be waited for
-        sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and deals each rank its share
+        collate_fn=collate,  # as usual, but MyTrainDataset hands out whole batches: faster
+        pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
+        sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
     )
 
 
@@ -145,7 +145,7 @@ def main(args):
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)
     plumbing.start_wandb(args, trainer.wandb_id)
     trainer.train(args.total_epochs)
-    del trainer  # DDP has to go before the group that it talks through
+    del trainer  # DDP has to go before the group that it talks through, or the exit may hang
     dist.destroy_process_group()
 
 

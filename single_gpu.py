@@ -3,7 +3,7 @@
 Run:  python single_gpu.py 50 10
 """
 
-import plumbing  # before torch: it has to see early who started this process
+import plumbing  # first: it notes which process started this one, to end with it
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from datautils import MyTrainDataset, build_model, collate
 
 class Trainer:
     def __init__(self, model, train_data, optimizer, device, save_every):
-        self.rank = 0
+        self.rank = 0  # the number of this process; it is the only one
         self.model = model.to(device)
         self.train_data = train_data
         self.optimizer = optimizer
@@ -30,14 +30,14 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        totals = torch.zeros(2, device=self.device)  # sum of the losses, number of samples
+        totals = torch.zeros(2, device=self.device)  # in float32: sum of the losses, samples
         for source, targets in plumbing.bar(self.train_data):
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
             totals[0] += self._run_batch(source, targets).float() * len(source)
             totals[1] += len(source)
-        loss = float(totals[0] / totals[1])  # the only time that the CPU waits for the GPU
-        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)
+        loss = float(totals[0] / totals[1])  # the CPU waits for the GPU here, once per epoch
+        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
         plumbing.report(epoch, loss, self.train_data, self.device)
 
     def _save_checkpoint(self, epoch):
@@ -53,7 +53,7 @@ class Trainer:
 
 
 def load_train_objs(seed):
-    torch.manual_seed(seed)  # the same initial weights in every run and process
+    torch.manual_seed(seed)  # the same initial weights in every run
     train_set = MyTrainDataset(2048)  # load your dataset
     model = build_model()  # load your model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -65,10 +65,10 @@ def prepare_dataloader(dataset, batch_size, seed, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,
-        pin_memory=device.type not in ("cpu", "mps"),  # copies to a GPU need not be waited for
+        collate_fn=collate,  # as usual, but MyTrainDataset hands out whole batches: faster
+        pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
         shuffle=True,
-        generator=torch.Generator().manual_seed(seed),
+        generator=torch.Generator().manual_seed(seed),  # the same order in every run
     )
 
 

@@ -39,13 +39,12 @@ def the_snapshot(network):
 
 
 def typed(address):
-    """The two commands of README.md for two nodes, for two processes on each."""
+    """The command of README.md that is typed on each node, for two processes there."""
     text = (launch.ROOT / "README.md").read_text()
-    commands = re.findall(r"^torchrun .*--node-rank=\d .*$", text, re.MULTILINE)
-    for command in commands:
-        command = command.replace("[ADDRESS]", address).replace("node=8", "node=2")
-        _, *options = command.replace("multinode.py", launch.MULTINODE).split()
-        yield [sys.executable, "-m", "torch.distributed.run", *options]
+    (command,) = re.findall(r"^torchrun .*\[ADDRESS\].*$", text, re.MULTILINE)
+    command = command.replace("[ADDRESS]", address).replace("node=8", "node=2")
+    _, *options = command.replace("multinode.py", launch.MULTINODE).split()
+    return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +55,7 @@ def typed(address):
 )
 def test_two_hosts_end_where_one_machine_ends(network, address, unbroken):
     """Bitwise; rank 0 is on one of them and saves there, and nothing is left behind."""
-    pairs = zip(network.hosts, typed(address), strict=True)
-    outputs = finish([host.start(command) for host, command in pairs])
+    outputs = finish([host.start(typed(address)) for host in network.hosts])
     for host, output in zip(network.hosts, outputs, strict=True):
         assert output.count(f"| World size: 4 | Local rank: 0 | Host: {host.name} |") == 1
         assert host.processes() == []
