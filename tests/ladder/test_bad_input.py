@@ -3,9 +3,12 @@
 import importlib
 import io
 import pickle
+import plumbing
 import re
 import sys
+import zipfile
 from itertools import product
+from pathlib import Path
 
 import launch
 import pytest
@@ -32,18 +35,21 @@ each_script, each_with_snapshot = each(SCRIPTS), each(WITH_SNAPSHOT)
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 
 ONE_GPU = """
+import plumbing
 import {script} as script
-script.count_gpus = lambda: 1
+plumbing.count_gpus = lambda: 1
 script.main(script.parse_args())
 """
+
+# What a reader may do to a script: a dataset without samples, and batches that no rank can fill.
+EMPTY = ("MyTrainDataset(2048)", "MyTrainDataset(0)")
+NO_STEP = ("batch_size=batch_size", "batch_size=4096, drop_last=True")
 
 
 @pytest.fixture
 def start(monkeypatch):
     """Give `start(script, *args)`: runs a script in this process, the only one of its job."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
-    for name, value in (ranks | address).items():
+    for name, value in launch.alone().items():
         monkeypatch.setenv(name, value)
 
     def start(script, *args):
@@ -77,14 +83,6 @@ def refusal(start, tmp_path, capsys):
         return stderr
 
     return refusal
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    """The bytes of a good snapshot, of one epoch."""
-    folder, cpu = tmp_path_factory.mktemp("good"), {"CUDA_VISIBLE_DEVICES": ""}
-    launch.run(launch.torchrun(launch.TORCHRUN_SCRIPT, 1, nproc=1), cwd=folder, **cpu)
-    return (folder / "snapshot.pt").read_bytes()
 
 
 def flipped(good):
@@ -145,7 +143,7 @@ def test_arguments_that_the_scripts_do_not_have(refusal, script, args, named):
 
 def test_at_most_one_process_per_gpu(refusal, monkeypatch):
     """multigpu.py --nproc 2 on a machine with one GPU."""
-    monkeypatch.setattr(importlib.import_module("multigpu"), "count_gpus", lambda: 1)
+    monkeypatch.setattr(plumbing, "count_gpus", lambda: 1)
     line = refusal("multigpu", "--nproc=2")
     assert "nproc: give at most 1, " in line and line.endswith(", not 2\n")
 
@@ -169,46 +167,128 @@ def test_snapshot_path_that_is_a_folder(refusal, tmp_path, script, path):
     assert path in line and "--snapshot_path" in line
 
 
-# What the file was, the error that docs/troubleshooting.md names for it, and how to make it.
+def changed(good, **parts):
+    """The bytes of a snapshot with some of its parts replaced."""
+    return packed(torch.load(io.BytesIO(good)) | parts)
+
+
+def model_of(hidden=2048):
+    return torch.nn.Sequential(
+        torch.nn.Linear(20, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 4)
+    )
+
+
+def archive(good):
+    """A zip file that has nothing to do with torch."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as zipped:
+        zipped.writestr("a.txt", "It was a dark and stormy night.")
+    return file.getvalue()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def in_two_groups(model):
+    groups = [{"params": layer.parameters()} for layer in (model[0], model[2])]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+# What is told of a file: what it is, and what to do. A good file of another job is worth keeping.
+DAMAGED = ("is damaged or no snapshot", "move it away or choose another --snapshot_path")
+NO_SNAPSHOT = ("is no snapshot of this script", "to keep it, choose another --snapshot_path")
+ANOTHER_MODEL = ("is of another model", "to keep it, choose another --snapshot_path")
+ANOTHER_OPTIMIZER = ("is of another optimizer than this SGD", ANOTHER_MODEL[1])
+RUNS_CODE = ("has objects in it that could run code, and is not read", "save only plain values")
 BAD_SNAPSHOTS = [
-    ("empty", "BadZipFile", lambda good: b""),
-    ("cut after a byte", "BadZipFile", lambda good: good[:1]),
-    ("cut after 100 bytes", "BadZipFile", lambda good: good[:100]),
-    ("cut in half", "BadZipFile", lambda good: good[: len(good) // 2]),
-    ("cut before the last byte", "BadZipFile", lambda good: good[:-1]),
-    ("one bit of a weight flipped", "BadZipFile", flipped),
-    ("a text", "BadZipFile", lambda good: b"It was a dark and stormy night.\n"),
-    ("a list", "TypeError", lambda good: packed([1, 2])),
-    ("only weights", "KeyError", lambda good: packed(torch.load(io.BytesIO(good))["model"])),
+    ("empty", DAMAGED, lambda good: b""),
+    ("cut after a byte", DAMAGED, lambda good: good[:1]),
+    ("cut after 100 bytes", DAMAGED, lambda good: good[:100]),
+    ("cut in half", DAMAGED, lambda good: good[: len(good) // 2]),
+    ("cut before the last byte", DAMAGED, lambda good: good[:-1]),
+    ("one bit of a weight flipped", DAMAGED, flipped),
+    ("a text", DAMAGED, lambda good: b"It was a dark and stormy night.\n"),
+    ("another archive", DAMAGED, archive),
+    ("a pickle that runs code", DAMAGED, lambda good: pickle.dumps(RunsCode(), protocol=2)),
+    ("a list", NO_SNAPSHOT, lambda good: packed([1, 2])),
+    ("only weights", NO_SNAPSHOT, lambda good: packed(torch.load(io.BytesIO(good))["model"])),
     (
-        "another model",
-        "RuntimeError",
-        lambda good: packed(
-            torch.load(io.BytesIO(good)) | {"model": torch.nn.Linear(20, 4).state_dict()}
-        ),
+        "other layers",
+        ANOTHER_MODEL,
+        lambda good: changed(good, model=torch.nn.Linear(20, 4).state_dict()),
     ),
-    ("a pickle that runs code", "BadZipFile", lambda good: pickle.dumps(RunsCode(), protocol=2)),
     (
-        "code among the tensors",
-        "UnpicklingError",
-        lambda good: packed(torch.load(io.BytesIO(good)) | {"extra": RunsCode()}),
+        "layers of another size",
+        ANOTHER_MODEL,
+        lambda good: changed(good, model=model_of(hidden=64).state_dict()),
     ),
+    (
+        "AdamW",
+        ANOTHER_OPTIMIZER,
+        lambda good: changed(good, optimizer=adamw(model_of()).state_dict()),
+    ),
+    (
+        "two groups of weights",
+        ANOTHER_OPTIMIZER,
+        lambda good: changed(good, optimizer=in_two_groups(model_of()).state_dict()),
+    ),
+    ("code among the tensors", RUNS_CODE, lambda good: changed(good, extra=RunsCode())),
 ]
 
 
 @pytest.mark.parametrize(
-    ("error", "spoiled"), [pytest.param(*rest, id=kind) for kind, *rest in BAD_SNAPSHOTS]
+    ("told", "spoiled"), [pytest.param(*rest, id=kind) for kind, *rest in BAD_SNAPSHOTS]
 )
 @each_with_snapshot
-def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, error, spoiled):
-    """It stays as it is, no code in it runs, and the line says what to do."""
+def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, told, spoiled):
+    """It stays as it is, no code in it runs, and the line says which of these it is, and a cure."""
     (tmp_path / "snapshot.pt").write_bytes(spoiled(good))
     line = refusal(script, "2")  # which also sees that no file `ran` appears
-    problem = "snapshot.pt is damaged, not a snapshot or of another model"
-    cure = "move it away or choose another --snapshot_path"
-    assert line == f"ERROR: {problem} ({error}): {cure}\n"
+    problem, cure = told
+    detail = r" \(0\.weight is .* there, torch\.Size\(\[2048, 20\]\) here\)"
+    detail = detail if told is ANOTHER_MODEL else ""
+    pattern = f"ERROR: snapshot\\.pt {re.escape(problem)}{detail}: {re.escape(cure)}\n"
+    assert re.fullmatch(pattern, line), line
+
+
+def test_the_page_of_messages_has_each_kind():
+    """docs/troubleshooting.md can be searched for what these tests have seen."""
     text = (launch.ROOT / "docs" / "troubleshooting.md").read_text()
-    assert re.search(rf"^\| .*`{error}`.* \| ", text, re.MULTILINE), "the table has it"
+    told = {problem.removesuffix(" than this SGD") for _, (problem, _), _ in BAD_SNAPSHOTS}
+    told |= {"cannot be read", "the dataset has 0 samples, nothing to train on"}
+    told |= {"an epoch has no step", "torchrun is not for this script"}
+    assert {problem for problem in told if problem not in text} == set()
+
+
+@pytest.mark.parametrize("optimizer", [adamw, in_two_groups])
+@each_with_snapshot
+def test_snapshot_of_another_optimizer_than_the_readers(
+    refusal, good, tmp_path, monkeypatch, script, optimizer
+):
+    """The reader's script has got another one since the snapshot was saved: it is told apart."""
+    module = importlib.import_module(script)
+    dataset, model, _ = module.load_train_objs(0)
+    monkeypatch.setattr(module, "load_train_objs", lambda seed: (dataset, model, optimizer(model)))
+    (tmp_path / "snapshot.pt").write_bytes(good)
+    name = type(optimizer(model)).__name__
+    cure = "to keep it, choose another --snapshot_path"
+    assert refusal(script) == (
+        f"ERROR: snapshot.pt is of another optimizer than this {name}: {cure}\n"
+    )
+
+
+@each_with_snapshot
+def test_error_in_the_readers_own_resume(good, tmp_path, script):
+    """It is told as what it is, a traceback, and not as a bad file; the file stays as it is."""
+    resume = ('self.wandb_id = snapshot["wandb_id"]', 'self.step = snapshot["scheduler"]')
+    own = launch.edited(launch.ROOT / f"{script}.py", f"own_{script}.py", resume)
+    (tmp_path / "snapshot.pt").write_bytes(good)
+    status, output = launch.quickly(own, 2)
+    assert status == {1}
+    assert output.count("KeyError: 'scheduler'\n") == 1 and resume[1] in output
+    assert "ERROR: " not in output and "damaged" not in output
+    assert (tmp_path / "snapshot.pt").read_bytes() == good
 
 
 @each_with_snapshot
@@ -225,7 +305,42 @@ def assert_told_once(output, line):
     assert line in ours, output
     assert "Traceback" not in output.partition(ours)[0]
     assert output.count("Traceback") <= output.count("ChildFailedError: ")
-    assert "Epoch" not in output.replace("total_epochs", "")
+    assert "] Epoch" not in output
+
+
+def test_nothing_to_train_on(tmp_path):
+    """No sample, or too few for a step: a line with the sizes, exit status 2, nothing saved."""
+    few = "an epoch has no step: {} samples for each process, batch size 4096"
+    lines = {EMPTY: "the dataset has 0 samples, nothing to train on", NO_STEP: few}
+    for script in SCRIPTS:
+        nproc = 1 if script == "single_gpu" else 2
+        for change, line in lines.items():
+            own = launch.edited(launch.ROOT / f"{script}.py", f"own_{script}.py", change)
+            status, output = launch.quickly(own, 1, nproc=nproc)
+            assert status == {2}, output
+            assert_told_once(output, line.format(2048 // nproc))
+            assert "Traceback" not in output
+    assert not list(tmp_path.glob("*.pt*"))
+
+
+def test_multigpu_ends_as_its_processes_do(tmp_path):
+    """They have said why and ended with status 2: so does the parent, with nothing to add."""
+    own = launch.edited(launch.MULTI, "own_multigpu.py", EMPTY)
+    output = launch.run(launch.python(own), status=2, PYTHONPATH=str(launch.ROOT))
+    lines = [line for line in output.splitlines() if not line.startswith("Rank: ")]
+    assert lines == ["ERROR: the dataset has 0 samples, nothing to train on"]
+    assert not list(tmp_path.glob("*.pt*"))
+
+
+@pytest.mark.parametrize(
+    "script", [launch.SINGLE, pytest.param(launch.MULTI, marks=pytest.mark.long)]
+)
+def test_torchrun_is_not_for_every_script(script):
+    """Processes that do not know of one another would write one file: none starts to train."""
+    output = launch.run(launch.torchrun(script, 1), status=1)
+    assert_told_once(output, f"torchrun is not for this script: start it with: python {script}")
+    assert "exitcode  : 2 " in output.partition("Root Cause")[2], output
+    assert not list(Path().glob("*.pt*")) and "Rank: " not in output
 
 
 def test_scripts_end_with_one_line_and_status_2():
@@ -239,15 +354,17 @@ def test_scripts_end_with_one_line_and_status_2():
 
 @pytest.mark.long
 def test_job_of_two_ranks_tells_once(tmp_path):
-    """Wrong count, damaged snapshot, too few GPUs: one line, and exit status 2 in the report."""
+    """Wrong count, damaged snapshot, too few GPUs or samples: one line, status 2 in the report."""
     (tmp_path / "damaged.pt").write_text("damaged")
     for script in WITH_SNAPSHOT:
         (tmp_path / f"one_gpu_{script}.py").write_text(ONE_GPU.format(script=script))
+    launch.edited(launch.MULTINODE, "own_multinode.py", EMPTY)
     torchrun, env = launch.torchrun, {"PYTHONPATH": str(launch.ROOT)}
     jobs = {
         "save_every: ": torchrun(launch.TORCHRUN_SCRIPT, 5, 0),
         "damaged.pt is damaged": torchrun(launch.TORCHRUN_SCRIPT, "--snapshot_path=damaged.pt"),
         "2 processes, but 1 GPUs on ": torchrun("one_gpu_multinode.py"),
+        "the dataset has 0 samples, nothing to train on": torchrun("own_multinode.py"),
     }
     jobs = {line: launch.start(command, **env) for line, command in jobs.items()}
     for line, job in jobs.items():
@@ -267,7 +384,7 @@ def test_job_of_two_ranks_tells_once(tmp_path):
     ],
 )
 def test_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
-    """Typed or found on either machine, it is told once, and the other does not wait."""
+    """Typed or found on either machine, both say why, once, and the other does not wait."""
     endpoint = f"localhost:{launch.free_port()}"
     folders = [tmp_path / "0", tmp_path / "1"]
     args = [(1000,), (1000,)]
@@ -283,4 +400,5 @@ def test_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
     ends = [launch.finish(agent) for agent in agents]
     assert [status for status, _ in ends] == [1, 1]
     line = "save_every: " if wrong == "argument" else "snapshot.pt is damaged"
-    assert_told_once("".join(output for _, output in ends), line)
+    for _, output in ends:
+        assert_told_once(output, line)
