@@ -118,6 +118,25 @@ def test_the_code_in_the_docs_prints_what_they_show(document, project):
         assert_shown(lines, output)
 
 
+@pytest.mark.long
+def test_below_a_batch_of_16_the_rate_has_to_fall_with_it(project):
+    """What step 2 says of small batches: 16 trains, 8 does not, and does with half the rate."""
+    assert "Below a global batch of 16 it must fall too, to 0.025 for 8" in README
+    script = (project / "single_gpu.py").read_text()
+    (project / "slower.py").write_text(script.replace("lr=0.05", "lr=0.025"))
+    first, last = {}, {}
+    for name, size in ("single_gpu.py", 16), ("single_gpu.py", 8), ("slower.py", 8):
+        status, output = finish(
+            start_typed(f"python {name} 50 50 --batch_size {size}", project), 200
+        )
+        assert status == 0, output
+        losses = [float(loss) for loss in re.findall(r"Loss: (\S+)", output)]
+        first[name, size], last[name, size] = losses[0], losses[-1]
+    assert last["single_gpu.py", 16] < first["single_gpu.py", 16] / 10
+    assert last["single_gpu.py", 8] > first["single_gpu.py", 8]
+    assert last["slower.py", 8] < first["slower.py", 8] / 5
+
+
 @pytest.mark.parametrize("old, new", list(pairwise(LADDER)))
 def test_the_text_shows_the_whole_difference(old, new):
     """Each part that differs is shown, once, but for the docstring and imports. That it is shown
