@@ -12,6 +12,7 @@ TORCH_CAME_FIRST = "torch" in sys.modules
 
 import argparse
 import atexit
+import logging
 import pickle
 import signal
 import socket
@@ -103,10 +104,9 @@ def all_exit_if(problem: str | None, in_training: bool = False):
         print(f"ERROR: {problem}", file=sys.stderr)
     if grouped:
         dist.barrier()  # as soon as one process ends, torchrun ends the others
-    if grouped and in_training:  # to take the group down from under a DDP that is alive can hang
-        finish_wandb()
-        os._exit(2)
-    if grouped:
+        if in_training:  # to take the group down from under a DDP that is alive can hang
+            finish_wandb()
+            os._exit(2)
         dist.destroy_process_group()
     sys.exit(2)
 
@@ -160,7 +160,7 @@ def require_torchrun():
         stay_on_this_machine()
     if dist.is_torchelastic_launched():
         threading.Thread(target=end_with_launcher, daemon=True).start()
-        if TORCH_CAME_FIRST:
+        if TORCH_CAME_FIRST and os.environ["RANK"] == "0":
             print("WARNING: import plumbing before torch, or it sees torchrun's end too late")
 
 
@@ -183,6 +183,7 @@ def local_job(processes: int):
     stay_on_this_machine()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no news of the rest
     with tempfile.TemporaryDirectory() as folder:
         try:
             yield f"file://{folder}/store"
@@ -277,11 +278,10 @@ def save_atomically(content: dict, path: str):
 def all_read_snapshot(path: str, model, optimizer) -> dict | None:
     """Return the snapshot, on the CPU, or None. If a rank has one that is no good, all end."""
     snapshot = problem = None
-    if os.path.exists(path):
-        try:
-            snapshot = read_snapshot(path, model, optimizer)
-        except ValueError as error:
-            problem = f"{path} {error}"
+    try:
+        snapshot = read_snapshot(path, model, optimizer) if os.path.exists(path) else None
+    except ValueError as error:
+        problem = f"{path} {error}"
     all_exit_if(problem)
     Path(f"{os.path.realpath(path)}.tmp").unlink(missing_ok=True)  # a save was cut off here
     return snapshot
