@@ -34,11 +34,13 @@ from launch import (
     MULTINODE,
     SINGLE,
     TORCHRUN_SCRIPT,
+    edited,
     finish,
     free_port,
     in_processes,
     pids,
     python,
+    quickly,
     run,
     start,
     torchrun,
@@ -49,7 +51,7 @@ from torch.utils.data.distributed import DistributedSampler
 import multigpu
 import multigpu_torchrun
 import single_gpu
-from datautils import MyTrainDataset
+from datautils import MyTrainDataset, build_model, collate
 
 SCRIPTS = [SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE]
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: Path(script).stem)
@@ -366,6 +368,25 @@ def mean_loss_in_the_first_epoch(batch_size, seed):
     return total / len(dataset)
 
 
+@pytest.mark.parametrize("script", [SINGLE, MULTI], ids=lambda script: Path(script).stem)
+def test_the_printed_loss_of_a_model_in_bfloat16(script):
+    """A sum in bfloat16 would stop growing: it is the loss of all samples, as in float32."""
+    data = "train_set = MyTrainDataset(16384)\n    train_set.features = train_set.features"
+    own = edited(
+        script,
+        "own.py",
+        ("train_set = MyTrainDataset(2048)", f"{data}.bfloat16()"),
+        ("= build_model()", "= build_model().bfloat16()"),
+        ("lr=0.05", "lr=0.0"),
+    )
+    status, text = quickly(own, 1, 1, "--batch_size", 16, nproc=world_size(script))
+    assert status == {0}, text
+    torch.manual_seed(0)
+    model, dataset = build_model(), MyTrainDataset(16384)
+    loss = F.cross_entropy(model(dataset.features), dataset.labels).item()
+    assert losses(text) == [pytest.approx(loss, abs=0.01)]
+
+
 def test_a_run_can_be_repeated_bit_by_bit():
     """The same command ends with the same weights and prints the same losses."""
     one, again = (trained(SINGLE, 1, name, total_epochs=1) for name in ("one", "again"))
@@ -383,6 +404,35 @@ def test_the_seed_decides_weights_and_order():
         seen += [model[0].weight.tolist(), list(loader.sampler)]
     assert first == again
     assert first[0] != other[0] and first[1] != other[1]
+
+
+@each_script
+def test_a_plain_dataset_drops_in(script):
+    """Samples one by one, here of a list, are trained like the toy's batches, to the last bit."""
+    samples = "[sample for sample in zip(*vars(MyTrainDataset(2048)).values())]"
+    plain = edited(script, "plain.py", ("MyTrainDataset(2048)", samples))
+    saved = []
+    for name, each in (("toy", script), ("plain", plain)):
+        status, text = quickly(each, 1, nproc=world_size(script), cwd=name)
+        assert status == {0}, text
+        (path,) = Path(name).glob("*.pt")
+        content = torch.load(path, weights_only=True)
+        saved.append((content.get("model", content), losses(text)))
+    torch.testing.assert_close(*saved, rtol=0, atol=0)
+
+
+def test_samples_are_collated_and_batches_left_alone():
+    """datautils.collate makes of dicts, triples and pairs what PyTorch makes of them."""
+    one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    both = torch.tensor([[1.0], [2.0]])
+    torch.testing.assert_close(collate([one, two]), both)
+    torch.testing.assert_close(collate([{"x": one}, {"x": two}]), {"x": both})
+    torch.testing.assert_close(
+        collate([(one, 3, 0.5), (two, 4, 0.25)]),
+        [both, torch.tensor([3, 4]), torch.tensor([0.5, 0.25], dtype=torch.float64)],
+    )
+    for batch in ((both, both), {"x": both}, both):
+        assert collate(batch) is batch
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,143 @@
+"""A file that is saved is whole, and its weights are finite; or the one before stays as it was."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from launch import (
+    MULTI,
+    MULTINODE,
+    ROOT,
+    SINGLE,
+    TORCHRUN_SCRIPT,
+    edited,
+    python,
+    quickly,
+    run,
+    torchrun,
+)
+
+SCRIPTS = [SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE]
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: Path(script).stem)
+
+# What may go wrong: a sample that is no number, and a last step after which a weight is none,
+# though the loss before it was. An epoch is one step, of all samples of the rank.
+WHOLE = ("--batch_size", 2048)
+NAN_DATA = (
+    "train_set = MyTrainDataset(2048)",
+    "train_set = MyTrainDataset(2048)\n    train_set.features[7] = float('nan')",
+)
+INFINITE_WEIGHT = (
+    "return loss.detach()",
+    "next(self.model.parameters()).data[0, 0] = float('inf')\n        return loss.detach()",
+)
+CURE = "lower the learning rate (the smaller the batch, the lower) or look at the data"
+
+
+@pytest.fixture
+def saved(good):
+    """`saved(script, path)` puts a file there that the script can go on from, and returns it."""
+
+    def saved(script, path=None):
+        path = Path(path or ("checkpoint.pt" if script in (SINGLE, MULTI) else "snapshot.pt"))
+        path.write_bytes(b"good weights" if path.name == "checkpoint.pt" else good)
+        return path
+
+    return saved
+
+
+def ranks_of(script):
+    return 1 if script == SINGLE else 2
+
+
+def assert_diverged(output, loss):
+    """One line says so, and no epoch, save or traceback of ours comes after it."""
+    line = r"^ERROR: training diverged \(loss (\S+)\), nothing is saved: (.*)$"
+    told = re.findall(line, output, re.MULTILINE)
+    assert len(told) == 1 and told[0][1] == CURE, output
+    assert re.fullmatch(loss, told[0][0]), output
+    assert output.count("ERROR: ") == 1
+    after = output.rpartition("ERROR: ")[2]
+    assert "] Epoch" not in after and "saved at" not in after
+    assert "Traceback" not in output.replace("Traceback", "", output.count("ChildFailedError: "))
+
+
+@each_script
+@pytest.mark.parametrize(
+    ("change", "loss"),
+    [(NAN_DATA, "nan"), (INFINITE_WEIGHT, r"\d\.\d+")],
+    ids=["loss", "weight"],
+)
+def test_what_is_not_finite_is_not_saved(script, change, loss, saved):
+    """NaN in the loss, or only in a weight: a line, exit status 2, and the last file as it was."""
+    path, own = saved(script), edited(script, "own.py", change)
+    before = path.read_bytes()
+    status, output = quickly(own, 2, 1, *WHOLE, nproc=ranks_of(script))
+    assert status == {2}, output
+    assert_diverged(output, loss)
+    assert path.read_bytes() == before
+    assert [file.name for file in Path().glob("*.pt*")] == [path.name]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(python(SINGLE, 50, 10, "--batch_size", 1), id="single"),
+        pytest.param(python(MULTI, 50, 10, "--batch_size", 1), id="multi", marks=pytest.mark.long),
+    ],
+)
+def test_a_small_batch_diverges_at_the_default_rate(command, saved):
+    """The commands as a reader types them: the epochs before are printed, and then the one line."""
+    path = saved(SINGLE)
+    output = run(command, 100, status=2)
+    assert_diverged(output, "nan|inf")
+    assert output.endswith("look at the data\n")
+    assert path.read_bytes() == b"good weights"
+
+
+@pytest.mark.parametrize(
+    "script", [MULTINODE, pytest.param(TORCHRUN_SCRIPT, marks=pytest.mark.long)]
+)
+def test_torchruns_report_has_the_exit_status(script, saved, good):
+    """A job that diverges ends at once: all its processes with exit status 2."""
+    path, own = saved(script), edited(script, "own.py", NAN_DATA)
+    output = run(torchrun(own, 2, 1), status=1, PYTHONPATH=str(ROOT))
+    assert_diverged(output, "nan")
+    assert "exitcode  : 2 " in output.partition("Root Cause")[2], output
+    assert path.read_bytes() == good
+
+
+@each_script
+def test_a_save_that_fails_leaves_the_last_file(script, saved):
+    """The disk is full: the job ends and says why, the last file is whole, nothing else is left."""
+    path = saved(script)
+    before = path.read_bytes()
+    status, output = quickly(script, 2, 1, largest_file=100_000)
+    assert status == {1}, output
+    assert "Epoch 0 |" in output or "Epoch 1 |" in output
+    assert "saved at" not in output
+    assert output.count("Traceback") and "File too large" in output
+    assert path.read_bytes() == before
+    assert [file.name for file in Path().glob("*.pt*")] == [path.name]
+
+
+@each_script
+def test_a_symbolic_link_stays_one(script, saved):
+    """What is saved goes to where it points, be a file there or not yet; a resume reads there."""
+    Path("elsewhere").mkdir()
+    target = Path("elsewhere/other.pt")
+    link = saved(script)
+    link.unlink()
+    link.symlink_to(target)
+    given = () if script in (SINGLE, MULTI) else ("--snapshot_path", link)
+    for epochs in 1, 2:
+        status, output = quickly(script, epochs, 1, *given)
+        assert status == {0}, output
+        assert os.readlink(link) == str(target)
+        assert [file.name for file in target.parent.iterdir()] == ["other.pt"]
+        content = torch.load(target, weights_only=True)
+        assert "0.weight" in content.get("model", content)
+        assert content.get("epochs_run", epochs) == epochs
+    assert ("Resuming training from snapshot at Epoch 1\n" in output) == bool(given)
