@@ -62,14 +62,16 @@ class Trainer:
         sampler.set_epoch(epoch)  # another order in each epoch, the same one on all ranks
         # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
         torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
-        totals = torch.zeros(2, device=self.device)  # in float32: sum of the losses, samples
+        loss_sum, samples = 0.0, 0
         for source, targets in plumbing.bar(self.train_data):
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
-            totals[0] += self._run_batch(source, targets).float() * len(source)
-            totals[1] += len(source)
+            loss = self._run_batch(source, targets).float()  # a sum in bfloat16 would stop growing
+            loss_sum += loss * len(source)
+            samples += len(source)
+        totals = torch.tensor([loss_sum, samples], device=self.device)  # waits for the GPU
         dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
-        loss = float(totals[0] / totals[1])  # the CPU waits for the GPU here, once per epoch
+        loss = float(totals[0] / totals[1])
         plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
         plumbing.report(epoch, loss, self.train_data, self.device)
 

@@ -30,13 +30,15 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        totals = torch.zeros(2, device=self.device)  # in float32: sum of the losses, samples
+        loss_sum, samples = 0.0, 0
         for source, targets in plumbing.bar(self.train_data):
             source = source.to(self.device, non_blocking=self.train_data.pin_memory)
             targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
-            totals[0] += self._run_batch(source, targets).float() * len(source)
-            totals[1] += len(source)
-        loss = float(totals[0] / totals[1])  # the CPU waits for the GPU here, once per epoch
+            loss = self._run_batch(source, targets).float()  # a sum in bfloat16 would stop growing
+            loss_sum += loss * len(source)
+            samples += len(source)
+        totals = torch.tensor([loss_sum, samples], device=self.device)  # waits for the GPU
+        loss = float(totals[0] / totals[1])
         plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
         plumbing.report(epoch, loss, self.train_data, self.device)
 
