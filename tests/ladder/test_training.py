@@ -238,12 +238,9 @@ def test_two_runs_on_one_machine_do_not_meet(two_at_once):
 FOUR = python(MULTI, 2, 2, "--nproc", 4, "--batch_size", 512)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(FOUR, id="spawn"),
-        pytest.param(torchrun(TORCHRUN_SCRIPT, 2, 2), id="torchrun", marks=pytest.mark.long),
-    ],
+    "command", [FOUR, torchrun(TORCHRUN_SCRIPT, 2, 2)], ids=["spawn", "torchrun"]
 )
 def test_every_line_is_one_write(command):
     """Lines of processes that print at the same moment stay whole, in unbuffered Python as well."""

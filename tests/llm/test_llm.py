@@ -456,6 +456,7 @@ def test_folder_as_a_clone_of_the_hub_has_it(local, tmp_path):
     assert [end for _, end in train_llm.cut_documents([long, ""], 16)] == [False] * 4 + [True] * 2
 
 
+@pytest.mark.long
 def test_default_run_writes_a_sample(tmp_path):
     """`python train_llm.py` trains on Python's own library and writes by itself, in two steps."""
     output = launch.run(launch.python(LLM, "--max-steps", 2, "--batch-size", 2))
