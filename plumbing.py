@@ -185,6 +185,7 @@ def local_job(processes: int):
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no news of the rest
     with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder  # mp.spawn leaves files of its own for errors
         try:
             yield f"file://{folder}/store"
         except KeyboardInterrupt:
@@ -194,6 +195,7 @@ def local_job(processes: int):
                 raise
             sys.exit(2)  # it has said why
         finally:
+            tempfile.tempdir = None
             for process in mp.active_children():  # they may wait for one another
                 process.terminate()
                 process.join(10)  # it may have a wandb run to finish
@@ -249,9 +251,8 @@ def start_wandb(args: argparse.Namespace, run_id: str | None = None, group: str 
 
 def finish_wandb():
     """Have all that was logged written, or sent."""
-    if wandb_run:
-        with suppress(Exception):
-            wandb_run.finish()
+    with suppress(Exception):  # there may be no run
+        wandb_run.finish()
 
 
 def finish_wandb_on_sigterm(signals: int):
@@ -292,12 +293,11 @@ def read_snapshot(path: str, model, optimizer) -> dict:
     another, keep = (f"{text}choose another --snapshot_path" for text in ("", "to keep it, "))
     try:
         with zipfile.ZipFile(path) as file:  # torch.load checks no sums
-            damaged = file.testzip() or not any("data.pkl" in name for name in file.namelist())
+            if file.testzip() or not any("data.pkl" in name for name in file.namelist()):
+                raise zipfile.BadZipFile
     except OSError as error:
         refuse(f"cannot be read ({error.strerror}): {another}")
     except Exception:  # what a damaged archive raises is of many kinds
-        damaged = True
-    if damaged:
         refuse(f"is damaged or no snapshot: move it away or {another}")
     try:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)

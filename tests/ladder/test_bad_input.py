@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import pickle
 import plumbing
 import re
@@ -326,10 +327,12 @@ def test_nothing_to_train_on(tmp_path):
 def test_multigpu_ends_as_its_processes_do(tmp_path):
     """They have said why and ended with status 2: so does the parent, with nothing to add."""
     own = launch.edited(launch.MULTI, "own_multigpu.py", EMPTY)
-    output = launch.run(launch.python(own), status=2, PYTHONPATH=str(launch.ROOT))
+    (tmp_path / "temporary").mkdir()
+    env = {"PYTHONPATH": str(launch.ROOT), "TMPDIR": str(tmp_path / "temporary")}
+    output = launch.run(launch.python(own), status=2, **env)
     lines = [line for line in output.splitlines() if not line.startswith("Rank: ")]
     assert lines == ["ERROR: the dataset has 0 samples, nothing to train on"]
-    assert not list(tmp_path.glob("*.pt*"))
+    assert not list(tmp_path.glob("*.pt*")) and not os.listdir("temporary")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+from contextlib import suppress
+from pathlib import Path
 
 import launch
 import pytest
@@ -26,7 +28,7 @@ ALL_SCRIPTS_IN_ONE_PROCESS = """
 import sys
 from pathlib import Path
 import torch.distributed as dist
-import multigpu, multigpu_torchrun, multinode
+import multigpu, multigpu_torchrun, multinode, plumbing
 def report():
     threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
     threads = [name for name in threads if "gloo" in name or "tcpstore" in name]
@@ -35,12 +37,11 @@ sys.argv[1:] = ["1"]
 for script in multigpu_torchrun, multinode:
     script.main(script.parse_args())
     report()
-store = multigpu.start_store()
-multigpu.main(0, 1, store.port, multigpu.parse_args())
-del store  # it is the parent's
+with plumbing.local_job(1) as init_method:
+    multigpu.main(0, 1, init_method, multigpu.parse_args())
 report()
 """
-RANK_0_OF_1 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+FOREVER = 100000
 
 
 def test_job_restarts_from_the_snapshot_after_kill_of_each_rank(tmp_path):
@@ -101,33 +102,119 @@ def test_a_lost_rank_ends_the_job_within_seconds(tmp_path, monkeypatch, failure,
     assert cause in (report if "raise" in failure or "kill" in failure else output), output
 
 
-def test_kill_of_a_process_of_multigpu_ends_the_others():
+@pytest.fixture
+def multigpu(tmp_path):
+    """`start(script)` and `end(job)`: a long run of multigpu.py, or of a copy, and how it ends.
+
+    No process is left then, no file among the temporary ones, no semaphore.
+    """
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+
+    def start(script=launch.MULTI):
+        env = {"TMPDIR": str(temporary), "PYTHONPATH": str(launch.ROOT)}
+        return launch.start(launch.python(script, FOREVER), tmp_path / "run", **env)
+
+    def end(job, seconds=30):
+        status, output = launch.finish(job, seconds)
+        assert len(launch.pids(output)) == 2 and gone(launch.pids(output)), output
+        # An empty folder for what is compiled is torch's own, and any use of an optimizer makes it.
+        files = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]
+        assert files == [], output
+        assert "leaked" not in output, output
+        return status, output
+
+    return start, end
+
+
+def test_kill_of_a_process_of_multigpu_ends_the_others(multigpu):
     """The parent ends with an exit status that is not 0 and names the signal."""
-    job = launch.start(launch.python(launch.MULTI, 100000))
+    start, end = multigpu
+    job = start()
     output = wait_for(job, lambda output: "Epoch 1 |" in output)
     os.kill(launch.pids(output)[0], signal.SIGKILL)
-    status, output = launch.finish(job, 30)
-    assert status not in (0, None), output
+    status, output = end(job)
+    assert status == 1, output
     assert "SIGKILL" in output
-    assert gone(launch.pids(output))
+
+
+def test_an_error_in_a_process_of_multigpu_ends_the_others(multigpu):
+    """The parent ends with exit status 1 and shows the traceback of the process that failed."""
+    start, end = multigpu
+    failure = "plumbing.report(epoch, loss, 1 / (1 - self.rank) and self.train_data, self.device)"
+    report = "plumbing.report(epoch, loss, self.train_data, self.device)"
+    status, output = end(start(launch.edited(launch.MULTI, "own.py", (report, failure))), 60)
+    assert status == 1, output
+    assert output.rstrip().endswith("ZeroDivisionError: division by zero") and failure in output
 
 
 @pytest.mark.parametrize(
-    "kill",
+    ("number", "to", "status"),
     [
-        pytest.param(os.killpg, id="the group"),
-        pytest.param(os.kill, id="the parent only", marks=pytest.mark.long),
+        pytest.param(signal.SIGINT, os.killpg, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, os.kill, 143, id="SIGTERM"),
+        pytest.param(
+            signal.SIGINT, os.kill, 130, id="SIGINT to the parent only", marks=pytest.mark.long
+        ),
+        pytest.param(signal.SIGTERM, os.killpg, 143, id="SIGTERM to all", marks=pytest.mark.long),
     ],
 )
-def test_ctrl_c_ends_every_process_of_multigpu(kill):
-    """Within 10 s, with the exit status of an interrupted command and no traceback."""
-    job = launch.start(launch.python(launch.MULTI, 100000))
-    wait_for(job, lambda output: "Epoch 1 |" in output)
-    kill(job.pid, signal.SIGINT)
-    status, output = launch.finish(job, 10)
-    assert status == 130, output
-    assert gone(launch.pids(output))
-    assert "Traceback" not in output
+def test_a_signal_ends_every_process_of_multigpu(multigpu, monkeypatch, number, to, status):
+    """Within 10 s, with the exit status of such an end, and nothing else in its output."""
+    start, end = multigpu
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    job = start()
+    output = wait_for(job, lambda output: "Epoch 1 |" in output)
+    share = f"OMP_NUM_THREADS={max(1, torch.get_num_threads() // 2)}"
+    for pid in launch.pids(output):
+        assert share in Path(f"/proc/{pid}/environ").read_text().split("\0"), "they share the cores"
+    to(job.pid, number)
+    ended, output = end(job, 10)
+    assert ended == status, output
+    forms = r"Rank: .*|Global batch size: 64|\[CPU\d\] Epoch .*|Epoch \d+ \| Training checkpoint .*"
+    assert [line for line in output.splitlines() if not re.fullmatch(forms, line)] == []
+
+
+def workers(launcher):
+    """The processes of a torchrun that have begun to import torch."""
+    found = []
+    for pid in map(int, re.findall(r"\d+", children_of(launcher))):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if "libtorch_python" in Path(f"/proc/{pid}/maps").read_text():
+                found.append(pid)
+    return found
+
+
+def children_of(pid):
+    return "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+
+
+@pytest.mark.parametrize("when", ["in training", "while they import torch"])
+def test_processes_end_with_a_torchrun_that_is_killed(when):
+    """Nobody tells them: within 10 s they find that it is gone."""
+    job = launch.start(launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER))
+    if when == "in training":
+        wait_for(job, lambda output: "[CPU0] Epoch 1 |" in output)
+    else:
+        wait_for(job, lambda output: len(workers(job.pid)) == 2)
+    found = workers(job.pid)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    output = job.log.read_text()
+    assert ("Rank: " in output) == (when == "in training"), "else this shows something else"
+    assert len(found) == 2 and gone(found), output
+
+
+def test_plumbing_notices_that_torch_was_imported_first():
+    """As other people's formatters want it: it works, and one line says what it costs."""
+    torch_first = ("import torch\n", "import torch\nimport plumbing\n")
+    moved = ("import plumbing  #", "#"), torch_first
+    own = launch.edited(launch.TORCHRUN_SCRIPT, "own.py", *moved)
+    assert re.search("^import torch$\n^import plumbing$", Path(own).read_text(), re.MULTILINE)
+    output = launch.run(launch.torchrun(own, 1), PYTHONPATH=str(launch.ROOT))
+    line = "WARNING: import plumbing before torch, or it sees torchrun's end too late\n"
+    assert output.count(line) == output.count("WARNING") == 1
+    assert output.count("] Epoch 0 |") == 2
 
 
 @pytest.mark.parametrize(
@@ -149,8 +236,6 @@ def test_started_without_torchrun_says_how_to_start(script, given):
 def test_no_process_group_is_left_behind(tmp_path, monkeypatch):
     """Each script ends its group for good: a thread of it that lived on could abort the exit."""
     (tmp_path / "driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
-    output = launch.run(
-        launch.python("driver.py"), PYTHONPATH=str(launch.ROOT), **RANK_0_OF_1, **address
-    )
+    env = launch.alone() | {"PYTHONPATH": str(launch.ROOT)}
+    output = launch.run(launch.python("driver.py"), **env)
     assert output.count("group left behind: False []\n") == 3, output

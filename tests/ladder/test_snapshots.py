@@ -42,8 +42,7 @@ def driver(folder, name, text):
 
 def alone():
     """The environment of a job of one process, as torchrun would set it."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return CPU | ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
+    return CPU | launch.alone()
 
 
 def finish_all(processes):
@@ -58,14 +57,20 @@ def load(folder):
     return torch.load(folder / "snapshot.pt", weights_only=True)
 
 
-def assert_same(one, other, tolerance=0):
-    """Same weights, optimizer, epochs and seed. Only the wandb run is each job's own."""
+def assert_same(one, other, tolerance=0, own=("wandb_id",)):
+    """Same weights, optimizer, epochs, seed and sizes. What is each job's `own` is left out."""
     for snapshot in one, other:
         assert any(
             state["momentum_buffer"].any() for state in snapshot["optimizer"]["state"].values()
         )
-    one, other = ({**snapshot, "wandb_id": None} for snapshot in (one, other))
+    one, other = ({**snapshot, **dict.fromkeys(own)} for snapshot in (one, other))
     torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+
+
+def told_at_resume(output):
+    """What is not as it was in the snapshot, or that nothing is left: the lines that say so."""
+    form = r"^(The snapshot's seed .*|Global batch size: .* snapshot|Nothing left .*)$"
+    return re.findall(form, output, re.MULTILINE)
 
 
 def losses(output):
@@ -125,6 +130,7 @@ def test_resumed_run_ends_bitwise_where_an_unbroken_one_ends(runs, name):
     assert losses(both) == losses(outputs[f"{model}-unbroken"])
     assert [line[:2] for line in losses(both)] == [(r, e) for r in ranks for e in "012345"]
     assert outputs[name].count("Resuming training from snapshot at Epoch 3\n") == 1
+    assert told_at_resume(outputs[name]) == ["The snapshot's seed stays, 5, not 9"]
     assert "Resuming" not in outputs[f"{model}-broken"]
 
 
@@ -159,8 +165,67 @@ def test_goes_on_with_another_number_of_processes(runs, tmp_path):
     assert [line[:2] for line in losses(goes_on)] == [(r, e) for r in "01" for e in "345"]
     for output in ends, goes_on:
         assert "Resuming training from snapshot at Epoch 3\n" in output
+    one, two = "64 (64 x 1 processes)", "64 (32 x 2 processes)"
+    seed = "The snapshot's seed stays, 5, not 0"
+    assert told_at_resume(ends) == [seed, f"Global batch size: {one}, but {two} in the snapshot"]
+    assert told_at_resume(goes_on) == [seed, f"Global batch size: {two}, but {one} in the snapshot"]
     for folder in two_to_one, one_to_two:
-        assert_same(load(folder), load(base / "plain-unbroken"), tolerance=3e-5)
+        other = load(base / "plain-unbroken")
+        assert_same(load(folder), other, tolerance=3e-5, own=("wandb_id", "sizes"))
+    assert load(two_to_one)["sizes"] == (64, 1) and load(one_to_two)["sizes"] == (32, 2)
+
+
+@pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
+def test_a_resume_tells_what_is_not_as_it_was(script, good, tmp_path):
+    """Nothing, if all is; the seed; the sizes; both; and rank 0 alone tells it."""
+    seed = "The snapshot's seed stays, 0, not 9"
+    sizes = "Global batch size: {}, but 32 (32 x 1 processes) in the snapshot"
+    cases = [
+        ((), 1, []),
+        (("--seed", 9), 1, [seed]),
+        (("--batch_size", 16), 2, [sizes.format("32 (16 x 2 processes)")]),
+        (("--batch_size=512", "--seed=9"), 2, [seed, sizes.format("1024 (512 x 2 processes)")]),
+    ]
+    for args, nproc, lines in cases:
+        (tmp_path / "snapshot.pt").write_bytes(good)
+        status, output = launch.quickly(script, 2, *args, nproc=nproc)
+        assert status == {0} and told_at_resume(output) == lines, output
+        assert output.count("Resuming training from snapshot at Epoch 1\n") == 1
+        assert load(tmp_path)["seed"] == 0
+
+
+@pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
+def test_a_finished_job_says_that_nothing_is_left(script, good, tmp_path):
+    """And what to delete to begin anew; the file stays as it is."""
+    path = tmp_path / "other.pt"
+    path.write_bytes(good)
+    status, output = launch.quickly(script, 1, "--snapshot_path", path, nproc=2)
+    assert status == {0} and "] Epoch" not in output
+    line = f"Nothing left to train. To begin anew, delete {path}"
+    assert told_at_resume(output)[1:] == [line]  # after the sizes
+    assert path.read_bytes() == good
+    path.unlink()
+    status, output = launch.quickly(script, 1, "--snapshot_path", path)
+    assert status == {0} and output.count("] Epoch 0 |") == 1
+    assert told_at_resume(output) == []
+
+
+@pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
+def test_a_snapshot_of_an_older_version_goes_on(script, good, tmp_path):
+    """One without the sizes ends where one with them ends, and nothing is told of sizes."""
+    new, old = tmp_path / "new", tmp_path / "old"
+    for folder in new, old:
+        folder.mkdir()
+        (folder / "snapshot.pt").write_bytes(good)
+    snapshot = load(old)
+    assert snapshot.pop("sizes") == (32, 1)
+    torch.save(snapshot, old / "snapshot.pt")
+    for folder, lines in ((new, 1), (old, 0)):
+        status, output = launch.quickly(script, 2, "--batch_size", 512, nproc=2, cwd=folder)
+        assert status == {0}, output
+        assert output.count("Resuming training from snapshot at Epoch 1\n") == 1
+        assert len(told_at_resume(output)) == lines, output
+    assert_same(load(old), load(new))
 
 
 @pytest.mark.long
