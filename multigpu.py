@@ -3,7 +3,7 @@
 Run:  python multigpu.py 50 10
 """
 
-import plumbing  # first: it notes which process started this one, to end with it
+import plumbing  # first: it notes the parent of this process, to end when the parent does
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ def ddp_setup(rank: int, world_size: int, init_method: str) -> torch.device:
     device, gpu = torch.device("cpu"), None  # gpu: for device_id, which takes no CPU
     if plumbing.count_gpus() > 0:
         device = gpu = torch.device(local_rank)  # local rank 0 takes GPU 0, 1 takes GPU 1
-        torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
+        torch.accelerator.set_device_index(local_rank)  # or calls that name no GPU open GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size, device_id=gpu)
     return device
@@ -94,7 +94,7 @@ def prepare_dataloader(dataset, batch_size, seed, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,  # as usual, but MyTrainDataset hands out whole batches: faster
+        collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
         pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
         sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
     )

@@ -4,7 +4,7 @@ Run:  torchrun --standalone --nproc_per_node=gpu multigpu_torchrun.py 50 10
 """
 
 import os
-import plumbing  # first: it notes which process started this one, to end with it
+import plumbing  # first: it notes the parent of this process, to end when the parent does
 from datetime import timedelta
 
 import torch
@@ -25,7 +25,7 @@ def ddp_setup(timeout: int) -> torch.device:
     device, gpu = torch.device("cpu"), None  # gpu: for device_id, which takes no CPU
     if plumbing.count_gpus() > 0:
         device = gpu = torch.device(local_rank)  # local rank 0 takes GPU 0, 1 takes GPU 1
-        torch.accelerator.set_device_index(local_rank)  # or every process would open GPU 0 as well
+        torch.accelerator.set_device_index(local_rank)  # or calls that name no GPU open GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu)
     return device
@@ -45,7 +45,7 @@ class Trainer:
         self._load_snapshot()  # before DDP: the names in the file have no `module.`
         # Copies rank 0's weights to every rank. From here on backward() averages the gradients.
         self.model = DDP(self.model)
-        plumbing.fix_bucket_order(self.model)  # optional: makes a resume equal to the last bit
+        plumbing.all_fix_bucket_order(self.model)  # optional: makes a resume equal to the last bit
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -125,7 +125,7 @@ def prepare_dataloader(dataset, batch_size, seed, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,  # as usual, but MyTrainDataset hands out whole batches: faster
+        collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
         pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
         sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
     )

@@ -332,7 +332,7 @@ def print_resume(snapshot: dict, train_data):
         print(f"Global batch size: {now}, but {before} in the snapshot")
 
 
-def fix_bucket_order(ddp: torch.nn.parallel.DistributedDataParallel):
+def all_fix_bucket_order(ddp: torch.nn.parallel.DistributedDataParallel):
     """Make DDP's first backward pass, without model and data: it leaves no trace.
 
     DDP adds gradients up in buckets, and lays these out anew after its first pass, which so rounds

@@ -3,7 +3,7 @@
 Run:  python single_gpu.py 50 10
 """
 
-import plumbing  # first: it notes which process started this one, to end with it
+import plumbing  # first: it notes the parent of this process, to end when the parent does
 
 import torch
 import torch.nn.functional as F
@@ -67,7 +67,7 @@ def prepare_dataloader(dataset, batch_size, seed, device):
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,  # as usual, but MyTrainDataset hands out whole batches: faster
+        collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
         pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
         shuffle=True,
         generator=torch.Generator().manual_seed(seed),  # the same order in every run

@@ -41,8 +41,8 @@ def the_snapshot(network):
 def typed(address):
     """The command of README.md that is typed on each node, for two processes there."""
     text = (launch.ROOT / "README.md").read_text()
-    (command,) = re.findall(r"^torchrun .*\[ADDRESS\].*$", text, re.MULTILINE)
-    command = command.replace("[ADDRESS]", address).replace("node=8", "node=2")
+    (command,) = re.findall(r"^torchrun .*ADDRESS.*$", text, re.MULTILINE)
+    command = command.replace("ADDRESS", address).replace("node=8", "node=2")
     _, *options = command.replace("multinode.py", launch.MULTINODE).split()
     return [sys.executable, "-m", "torch.distributed.run", *options]
 

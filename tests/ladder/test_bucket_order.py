@@ -110,7 +110,7 @@ def steps(model, optimizer_state, batch_of, numbers, fixed):
     ddp = DDP(model)
     before = state_of(ddp)
     if fixed:
-        plumbing.fix_bucket_order(ddp)
+        plumbing.all_fix_bucket_order(ddp)
     no_trace = state_of(ddp) == before
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if optimizer_state:

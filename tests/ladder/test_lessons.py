@@ -67,8 +67,8 @@ PLUMBING_SETS = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
 # Of plumbing.py: what by its purpose is done once on each machine.
 ONCE_A_MACHINE = {"all_exit_if"}
 # What all ranks call and is not named so: a script's first steps, when no rank can wait for another
-# yet, and what is called beside DDP, which all ranks make anyway.
-ALL_BY_NATURE = {"parse_args", "require_torchrun", "fix_bucket_order"}
+# yet.
+ALL_BY_NATURE = {"parse_args", "require_torchrun"}
 # What torch.distributed does without a word to another rank.
 ALONE = {"is_initialized", "get_rank", "get_world_size", "get_node_local_rank"}
 ALONE |= {"is_torchelastic_launched", "destroy_process_group"}

@@ -67,10 +67,10 @@ def test_every_command_prints_what_the_text_shows(project):
     assert activate == ". .venv/bin/activate\n"
     setup, script = first.rsplit(" && .venv/bin/", 1)
     assert tests.startswith(setup)  # so CI runs the set-up too, and the script is left to run
-    on_each = [block for block in typed for _ in range(1 + ("[ADDRESS]" in block[1]))]
+    on_each = [block for block in typed for _ in range(1 + ("ADDRESS" in block[1]))]
     waiting = None
     for _, command, lines in [("bash", script, shown), *on_each]:
-        command = command.replace("[ADDRESS]", "localhost")
+        command = command.replace("ADDRESS", "localhost")
         process = start_typed(command, project)
         if "--max-restarts" in command:
             output = kill_a_worker_and_see_it_resume(process)
@@ -121,7 +121,7 @@ def test_the_code_in_the_docs_prints_what_they_show(document, project):
 @pytest.mark.long
 def test_below_a_batch_of_16_the_rate_has_to_fall_with_it(project):
     """What step 2 says of small batches: 16 trains, 8 does not, and does with half the rate."""
-    assert "Below a global batch of 16 it must fall too, to 0.025 for 8" in README
+    assert "Below a global batch of 16 it must fall too, here to 0.025 for 8" in README
     script = (project / "single_gpu.py").read_text()
     (project / "slower.py").write_text(script.replace("lr=0.05", "lr=0.025"))
     first, last = {}, {}
