@@ -38,7 +38,7 @@ HELP = {
     "timeout": "seconds to wait for another rank, then fail",
     "snapshot_path": "to save and resume",
 }
-wandb_run = None
+wandb_run, wandb_finish = None, threading.Lock()
 
 
 def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
@@ -222,9 +222,8 @@ def report(epoch: int, loss: float, train_data, device: torch.device):
     name = f"{'CPU' if device.type == 'cpu' else 'GPU'}{rank()}"
     sizes = f"Batchsize: {train_data.batch_size} | Steps: {len(train_data)}"
     print(f"[{name}] Epoch {epoch} | {sizes} | Loss: {loss:.6f}")
-    if wandb_run:
-        with suppress(Exception):  # training is worth more than its log
-            wandb_run.log({"epoch": epoch, "loss": loss})
+    with suppress(Exception):  # there may be no run, and training is worth more than its log
+        wandb_run.log({"epoch": epoch, "loss": loss})
 
 
 def start_wandb(args: argparse.Namespace, run_id: str | None = None, group: str | None = None):
@@ -251,7 +250,7 @@ def start_wandb(args: argparse.Namespace, run_id: str | None = None, group: str 
 
 def finish_wandb():
     """Have all that was logged written, or sent."""
-    with suppress(Exception):  # there may be no run
+    with wandb_finish, suppress(Exception):  # a failure and a signal may come together
         wandb_run.finish()
 
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import launch
 import pytest
 import torch
-from wandb_files import QUIET, read_runs
+from wandb_files import QUIET, read_runs, records
 
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.ROOT)}
 
 ALL_SCRIPTS_IN_ONE_PROCESS = """
 import sys
-import single_gpu, multigpu, multigpu_torchrun, multinode
+import plumbing, single_gpu, multigpu, multigpu_torchrun, multinode
 for script in single_gpu, multigpu_torchrun, multinode:
     script.main(script.parse_args())
-store = multigpu.start_store()
-multigpu.main(0, 1, store.port, multigpu.parse_args())
+with plumbing.local_job(1) as init_method:
+    multigpu.main(0, 1, init_method, multigpu.parse_args())
 print("wandb imported:", "wandb" in sys.modules)
 """
 
@@ -35,10 +35,16 @@ def printed(output, rank=0):
     return [(int(epoch), loss) for epoch, loss in lines]
 
 
+def assert_finished(folder):
+    """wandb has had the time to write all, and has noted the end."""
+    paths = list(folder.glob("wandb/offline-run-*/*.wandb"))
+    ends = [list(records(path))[-1].WhichOneof("record_type") for path in paths]
+    assert ends and set(ends) == {"exit"}, ends
+
+
 def one_process():
     """The environment of a job of one process, as torchrun would set it."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return CPU | ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(launch.free_port())}
+    return CPU | launch.alone()
 
 
 @pytest.mark.parametrize(
@@ -54,6 +60,74 @@ def test_one_run_of_a_job(tmp_path, command):
     (run,) = read_runs(tmp_path)
     assert run.x_axes == {"*": "epoch"}
     assert logged(run) == printed(output) and len(run.history) == 2
+    assert_finished(tmp_path)
+
+
+FOREVER = 100000
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "status", "ranks"),
+    [
+        pytest.param(
+            launch.python(launch.SINGLE, FOREVER),
+            signal.SIGTERM,
+            143,
+            1,
+            id="single",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(launch.python(launch.MULTI, FOREVER), signal.SIGTERM, 143, 1, id="multi"),
+        pytest.param(
+            launch.python(launch.MULTI, FOREVER),
+            signal.SIGINT,
+            130,
+            1,
+            id="multi-SIGINT",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER),
+            signal.SIGTERM,
+            1,
+            1,
+            id="torchrun",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            launch.torchrun(launch.MULTINODE, FOREVER, FOREVER),
+            signal.SIGTERM,
+            1,
+            2,
+            id="multinode",
+        ),
+    ],
+)
+def test_a_signal_finishes_the_run(tmp_path, command, number, status, ranks):
+    """To whatever was started: the file has the epochs that were logged, and wandb's last word."""
+    job = launch.start([*command, "--wandb", "offline"], **QUIET)
+    launch.wait_for(job, lambda output: "[CPU0] Epoch 9 |" in output)
+    job.send_signal(number)
+    ended, output = launch.finish(job)
+    assert ended == status, output
+    assert launch.gone(launch.pids(output))
+    runs = read_runs(tmp_path)
+    assert len(runs) == ranks
+    for rank, run in enumerate(sorted(runs)):
+        epochs = logged(run)
+        assert len(epochs) >= 9 and epochs == printed(output, rank)[: len(epochs)]
+        assert len(epochs) >= len(printed(output, rank)) - 1  # the last may have been under way
+    assert_finished(tmp_path)
+
+
+@pytest.mark.long
+def test_a_run_that_diverges_is_finished(tmp_path):
+    """The epochs before are there, of a process that has no time for more."""
+    command = launch.python(launch.MULTI, 50, 10, "--batch_size", 1, "--wandb", "offline")
+    output = launch.run(command, 100, status=2, **QUIET)
+    (run,) = read_runs(tmp_path)
+    assert logged(run) == printed(output) and len(run.history) >= 1
+    assert_finished(tmp_path)
 
 
 @pytest.mark.long
