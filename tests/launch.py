@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -221,11 +222,15 @@ def alive(pid):
 
 
 def gone(pids, seconds=10):
-    """Whether all of `pids` have ended within that time."""
+    """Whether all of `pids` have ended within that time. Those that have not are ended here."""
     limit = time.monotonic() + seconds
     while any(map(alive, pids)) and time.monotonic() < limit:
         time.sleep(0.05)
-    return not any(map(alive, pids))
+    left = list(filter(alive, pids))
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return not left
 
 
 def gpus(count):

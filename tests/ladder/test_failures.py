@@ -200,9 +200,9 @@ def test_processes_end_with_a_torchrun_that_is_killed(when):
     found = workers(job.pid)
     os.kill(job.pid, signal.SIGKILL)
     job.wait()
-    output = job.log.read_text()
+    ended, output = gone(found), job.log.read_text()
+    assert len(found) == 2 and ended, output
     assert ("Rank: " in output) == (when == "in training"), "else this shows something else"
-    assert len(found) == 2 and gone(found), output
 
 
 def test_plumbing_notices_that_torch_was_imported_first():
