@@ -1,4 +1,4 @@
-"""The difference between two scripts of the ladder, part by part, for README.md (run by cog)."""
+"""Code for the text (run by cog): what differs between two scripts, or parts of one."""
 
 import ast
 import difflib
@@ -43,4 +43,19 @@ def show(old: str, new: str, *names: str):
         before, after = parts(old).get(name_before, []), parts(new).get(name_after or name, [])
         hunks = list(difflib.unified_diff(before, after, n=1, lineterm=""))[3:]
         print("\n".join("  ⋮" if line.startswith("@@") else line.rstrip() for line in hunks))
+    print("```")
+
+
+def code(script: str, *names: str):
+    """Print the named parts of a script as one block for Markdown, methods below their class.
+
+    It is marked `py`: what is marked `python` in the text is a whole program, and is run.
+    """
+    found = parts(script)
+    print("```py")
+    for number, name in enumerate(names):
+        class_name = name.rpartition(".")[0]
+        above = ["", ""] if number > 0 else []
+        above += [f"class {class_name}:"] if class_name else []
+        print("\n".join(above + found[name]))
     print("```")
