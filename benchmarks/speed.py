@@ -2,9 +2,10 @@
 
 Run:  python benchmarks/speed.py            all rows, which takes some minutes
       python benchmarks/speed.py --only data
+      python benchmarks/speed.py --only whole --against ../another-checkout
 
 The ways that a row compares take turns, a first turn of each is not counted, and every process
-has one thread. `ours` and `bare` are medians over the turns; `ratio` is the median of ours / bare
+has one thread. `ours` and `other` are medians over the turns; `ratio` is the median of ours / other
 within a turn, so that a machine that slows down for a while slows both.
 
 data   Samples per second (more is better). Ours is an epoch of single_gpu.py. The bare loop makes
@@ -13,7 +14,8 @@ data   Samples per second (more is better). Ours is an epoch of single_gpu.py. T
        last row is the same Trainer on a DataLoader that fetches and collates sample by sample.
 start  Seconds from the start of a script to its last "Rank: ..." line. Bare is a program that only
        imports torch, makes a process group as large as the script's, if that has one, and prints.
-whole  Seconds of a whole run of 50 epochs with a save every 10, in an empty folder.
+whole  Seconds of a whole run of 50 epochs with a save every 10, in an empty folder. The other is
+       the same script of the folder `--against`, if there is one: what a change costs, or gains.
 """
 
 import argparse
@@ -25,14 +27,16 @@ import tempfile
 import threading
 import time
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from multigpu import count_gpus, find_free_port
+from plumbing import count_gpus
+
 from single_gpu import Trainer, load_train_objs, prepare_dataloader
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,24 +47,25 @@ EPOCHS_PER_ROUND = 10  # a single epoch is short, and soon disturbed
 
 BARE_SINGLE = "import torch; print('Rank: 0', flush=True)"
 BARE_SPAWN = """
+import os
 import sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-def main(rank, world_size, port):
+def main(rank, world_size, store):
     device, backend = None, "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", rank), "nccl"
         torch.cuda.set_device(device)
-    store = f"tcp://localhost:{port}"
     dist.init_process_group(backend, store, rank=rank, world_size=world_size, device_id=device)
     print(f"Rank: {rank}\\n", end="", flush=True)  # in one piece
+    dist.barrier()  # the first to be connected must not leave before the last one is
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    world_size, port = map(int, sys.argv[1:])
-    mp.spawn(main, args=(world_size, port), nprocs=world_size)
+    world_size, store = int(sys.argv[1]), f"file://{os.getcwd()}/store"
+    mp.spawn(main, args=(world_size, store), nprocs=world_size)
 """
 
 
@@ -70,21 +75,20 @@ def take_turns(rounds, *ways):
     return zip(*turns[1:], strict=True)
 
 
-def print_row(name, ours, bare=()):
+def print_row(name, ours, other=()):
     cells = [statistics.median(ours)]
-    if bare:
-        ratios = [mine / other for mine, other in zip(ours, bare, strict=True)]
-        cells += [statistics.median(bare), statistics.median(ratios)]
+    if other:
+        ratios = [mine / its for mine, its in zip(ours, other, strict=True)]
+        cells += [statistics.median(other), statistics.median(ratios)]
     print(f"{name:58}", *(f"{cell:8.3f}" for cell in cells), flush=True)
 
 
 def ladder_epoch(device, sample_by_sample=False):
     """Return a function that trains one epoch as single_gpu.py does."""
     dataset, model, optimizer = load_train_objs(seed=0)
-    train_data = prepare_dataloader(dataset, BATCH_SIZE, seed=0, device=device)
     if sample_by_sample:
-        dataset, pin_memory = TensorDataset(*dataset[:]), train_data.pin_memory
-        train_data = DataLoader(dataset, BATCH_SIZE, shuffle=True, pin_memory=pin_memory)
+        dataset = TensorDataset(*dataset[:])
+    train_data = prepare_dataloader(dataset, BATCH_SIZE, seed=0, device=device)
     trainer = Trainer(model, train_data, optimizer, device, save_every=1)
     return lambda: trainer._run_epoch(0)
 
@@ -110,10 +114,8 @@ def bare_epoch(device, with_loss_sum):
     return epoch
 
 
-def measure_data(rounds):
-    device = torch.device("cpu")
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+def measure_data(args):
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     def thousand_samples_per_second(epoch):
         begin = time.perf_counter()
@@ -128,7 +130,7 @@ def measure_data(rounds):
         ladder_epoch(device, sample_by_sample=True),
     ]
     ways = [lambda epoch=epoch: thousand_samples_per_second(epoch) for epoch in epochs]
-    ours, bare, with_loss_sum, by_sample = take_turns(rounds * EPOCHS_PER_ROUND, *ways)
+    ours, bare, with_loss_sum, by_sample = take_turns(args.rounds * EPOCHS_PER_ROUND, *ways)
     print_row("data   1000 samples/s, single_gpu.py : bare loop", ours, bare)
     print_row("data   1000 samples/s, single_gpu.py : with loss sum", ours, with_loss_sum)
     print_row("data   1000 samples/s, sample by sample : with loss sum", by_sample, with_loss_sum)
@@ -161,9 +163,9 @@ def launch(*command, processes=1):
     return start_lines[-1], end
 
 
-def measure_start(rounds):
+def measure_start(args):
     single, bare_single = take_turns(
-        rounds,
+        args.rounds,
         lambda: launch(ROOT / "single_gpu.py", 1, 1)[0],
         lambda: launch("-c", BARE_SINGLE)[0],
     )
@@ -172,25 +174,31 @@ def measure_start(rounds):
         bare_script = Path(folder) / "bare_spawn.py"
         bare_script.write_text(BARE_SPAWN)
         multi, bare_multi = take_turns(
-            rounds,
+            args.rounds,
             lambda: launch(ROOT / "multigpu.py", 1, 1, processes=PROCESSES)[0],
-            lambda: launch(bare_script, PROCESSES, find_free_port(), processes=PROCESSES)[0],
+            lambda: launch(bare_script, PROCESSES, processes=PROCESSES)[0],
         )
     print_row(f"start  seconds, multigpu.py : mp.spawn, {PROCESSES} processes", multi, bare_multi)
 
 
-def measure_whole(rounds):
+def seconds_of_run(processes, *command):
+    return launch(*command, processes=processes)[1]
+
+
+def measure_whole(args):
+    folders = [ROOT, args.against] if args.against else [ROOT]
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={PROCESSES}")
-    script = ROOT / "multigpu_torchrun.py"
-    single, multi, with_torchrun = take_turns(
-        rounds,
-        lambda: launch(ROOT / "single_gpu.py", 50, 10)[1],
-        lambda: launch(ROOT / "multigpu.py", 50, 10, processes=PROCESSES)[1],
-        lambda: launch(*torchrun, script, 50, 10, processes=PROCESSES)[1],
-    )
-    print_row("whole  seconds, single_gpu.py", single)
-    print_row(f"whole  seconds, multigpu.py, {PROCESSES} processes", multi)
-    print_row(f"whole  seconds, multigpu_torchrun.py, {PROCESSES} processes", with_torchrun)
+    for script, processes, launcher in (
+        ("single_gpu.py", 1, ()),
+        ("multigpu.py", PROCESSES, ()),
+        ("multigpu_torchrun.py", PROCESSES, torchrun),
+    ):
+        commands = [(*launcher, folder / script, args.epochs, 10) for folder in folders]
+        ways = [partial(seconds_of_run, processes, *command) for command in commands]
+        name = f"whole  seconds, {script}" + f", {processes} processes" * (processes > 1)
+        if args.against:
+            name += f" : in {args.against.name}"
+        print_row(name, *take_turns(args.rounds, *ways))
 
 
 def parse_args():
@@ -199,9 +207,16 @@ def parse_args():
     )
     parser.add_argument("--rounds", type=int, default=7, help="turns that count (7)")
     parser.add_argument("--only", choices=("data", "start", "whole"), help="measure just this")
+    parser.add_argument("--epochs", type=int, default=50, help="epochs of a whole run (50)")
+    parser.add_argument("--against", type=Path, help="another checkout, for the rows `whole`")
     args = parser.parse_args()
-    if args.rounds < 1:
-        parser.error(f"rounds: give a whole number from 1, not {args.rounds}")
+    for name in ("rounds", "epochs"):
+        if getattr(args, name) < 1:
+            parser.error(f"{name}: give a whole number from 1, not {getattr(args, name)}")
+    if args.against:
+        args.against = args.against.absolute()
+        if not (args.against / "single_gpu.py").exists():
+            parser.error(f"against: no single_gpu.py in {args.against}")
     return args
 
 
@@ -210,7 +225,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     print(f"torch {torch.__version__} | {', '.join(gpus) or 'CPU'} | {args.rounds} rounds")
-    print(f"{'':58} {'ours':>8} {'bare':>8} {'ratio':>8}", flush=True)
+    print(f"{'':58} {'ours':>8} {'other':>8} {'ratio':>8}", flush=True)
     for measure in (measure_data, measure_start, measure_whole):
         if args.only is None or measure.__name__.endswith(args.only):
-            measure(args.rounds)
+            measure(args)
