@@ -1,7 +1,6 @@
 """What every script needs around its lesson. You may skip this file: no lesson is in it.
 
-docs/plumbing.md says why each function is here, and what went wrong without it. A function whose
-name begins with `all_` has to be called by every rank: one that calls it alone waits for the rest.
+docs/plumbing.md says why each function is here. Every rank has to call what begins with `all_`.
 """
 
 import os
@@ -38,6 +37,7 @@ HELP = {
     "timeout": "seconds to wait for another rank, then fail",
     "snapshot_path": "to save and resume",
 }
+NEEDED = {"model", "optimizer", "epochs_run", "seed"}
 wandb_run, wandb_finish = None, threading.Lock()
 
 
@@ -63,7 +63,8 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
         if not by_torchrun:
             parser.exit(2, f"{parser.prog}: error: {mistake}\n")
         args = argparse.Namespace(**defaults, mistake=str(mistake))
-    if not by_torchrun and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    spawns_under_torchrun = "nproc" in defaults and dist.is_torchelastic_launched()
+    if not by_torchrun and (spawns_under_torchrun or int(os.environ.get("WORLD_SIZE", 1)) > 1):
         all_exit_if(f"torchrun is not for this script: start it with: python {sys.argv[0]}")
     return args
 
@@ -302,11 +303,11 @@ def read_snapshot(path: str, model, optimizer) -> dict:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         refuse("has objects in it that could run code, and is not read: save only plain values")
-    if not isinstance(snapshot, dict) or not {"model", "optimizer"} <= snapshot.keys():
+    if not isinstance(snapshot, dict) or not NEEDED <= snapshot.keys():
         refuse(f"is no snapshot of this script: {keep}")
     here, there = model.state_dict(), snapshot["model"]
     for name in here | there:
-        shapes = [getattr(state.get(name), "shape", None) for state in (there, here)]
+        shapes = [getattr(state.get(name), "shape", "missing") for state in (there, here)]
         if shapes[0] != shapes[1]:
             refuse(f"is of another model ({name} is {shapes[0]} there, {shapes[1]} here): {keep}")
     here, there = optimizer.param_groups, snapshot["optimizer"]["param_groups"]
