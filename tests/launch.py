@@ -143,12 +143,14 @@ def alone(rank=0, world_size=1, port=None):
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)} | sizes | address
 
 
-def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None):
+def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, **env):
     """Run `nproc` ranks of a ladder script (or a copy) without a launcher, from a process that has
     imported torch already. Return (set of exit statuses, output).
 
     No file may become larger than `largest_file` bytes: to a process, as if the disk were full.
     """
+    args = [*map(str, args)]
+    where = {"cwd": os.path.abspath(cwd), "largest_file": largest_file}
     Path(cwd).mkdir(exist_ok=True)
     log = Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log"
     context = multiprocessing.get_context("forkserver")
@@ -157,8 +159,8 @@ def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None):
         ranks = [
             context.Process(
                 target=_run_rank,
-                args=(script, list(map(str, args)), alone(rank, nproc, port), folder),
-                kwargs={"cwd": os.path.abspath(cwd), "log": log.name, "largest_file": largest_file},
+                args=(script, args, alone(rank, nproc, port) | env, folder),
+                kwargs=where | {"log": log.name},
             )
             for rank in range(nproc)
         ]
@@ -184,10 +186,8 @@ def _run_rank(script, args, env, folder, cwd, log, largest_file):
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.argv = [script, *args]
     sys.path.insert(0, str(ROOT))
-    text = Path(script).read_text()
-    if "mp.spawn(" not in text:
-        if "require_torchrun" in text:
-            os.environ.update(env)
+    if "mp.spawn(" not in Path(script).read_text():
+        os.environ.update(env)
         runpy.run_path(script, run_name="__main__")
         return
     import plumbing

@@ -138,6 +138,7 @@ def test_kill_of_a_process_of_multigpu_ends_the_others(multigpu):
     assert "SIGKILL" in output
 
 
+@pytest.mark.long
 def test_an_error_in_a_process_of_multigpu_ends_the_others(multigpu):
     """The parent ends with exit status 1 and shows the traceback of the process that failed."""
     start, end = multigpu
@@ -165,12 +166,11 @@ def test_a_signal_ends_every_process_of_multigpu(multigpu, monkeypatch, number, 
     monkeypatch.delenv("OMP_NUM_THREADS")
     job = start()
     output = wait_for(job, lambda output: "Epoch 1 |" in output)
-    share = f"OMP_NUM_THREADS={max(1, torch.get_num_threads() // 2)}"
-    for pid in launch.pids(output):
-        assert share in Path(f"/proc/{pid}/environ").read_text().split("\0"), "they share the cores"
+    variables = [Path(f"/proc/{pid}/environ").read_text() for pid in launch.pids(output)]
     to(job.pid, number)
     ended, output = end(job, 10)
     assert ended == status, output
+    assert all("OMP_NUM_THREADS=" in each for each in variables), "they share the cores"
     forms = r"Rank: .*|Global batch size: 64|\[CPU\d\] Epoch .*|Epoch \d+ \| Training checkpoint .*"
     assert [line for line in output.splitlines() if not re.fullmatch(forms, line)] == []
 
@@ -189,7 +189,10 @@ def children_of(pid):
     return "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
 
 
-@pytest.mark.parametrize("when", ["in training", "while they import torch"])
+@pytest.mark.parametrize(
+    "when",
+    [pytest.param("in training", marks=pytest.mark.long), "while they import torch"],
+)
 def test_processes_end_with_a_torchrun_that_is_killed(when):
     """Nobody tells them: within 10 s they find that it is gone."""
     job = launch.start(launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER))
@@ -205,6 +208,10 @@ def test_processes_end_with_a_torchrun_that_is_killed(when):
     assert ("Rank: " in output) == (when == "in training"), "else this shows something else"
 
 
+TORCH_CAME_FIRST = "WARNING: import plumbing before torch, or it sees torchrun's end too late\n"
+
+
+@pytest.mark.long
 def test_plumbing_notices_that_torch_was_imported_first():
     """As other people's formatters want it: it works, and one line says what it costs."""
     torch_first = ("import torch\n", "import torch\nimport plumbing\n")
@@ -212,9 +219,16 @@ def test_plumbing_notices_that_torch_was_imported_first():
     own = launch.edited(launch.TORCHRUN_SCRIPT, "own.py", *moved)
     assert re.search("^import torch$\n^import plumbing$", Path(own).read_text(), re.MULTILINE)
     output = launch.run(launch.torchrun(own, 1), PYTHONPATH=str(launch.ROOT))
-    line = "WARNING: import plumbing before torch, or it sees torchrun's end too late\n"
-    assert output.count(line) == output.count("WARNING") == 1
+    assert output.count(TORCH_CAME_FIRST) == output.count("WARNING") == 1
     assert output.count("] Epoch 0 |") == 2
+
+
+def test_a_job_whose_ranks_have_imported_torch_first():
+    """The line comes once for a job of two, and only if torchrun has started it."""
+    for script in launch.TORCHRUN_SCRIPT, launch.MULTINODE:
+        for env, told in (({"TORCHELASTIC_RUN_ID": "456"}, 1), ({}, 0)):
+            status, output = launch.quickly(script, 1, "--batch_size", 512, nproc=2, **env)
+            assert status == {0} and output.count(TORCH_CAME_FIRST) == told, output
 
 
 @pytest.mark.parametrize(

@@ -97,9 +97,8 @@ def test_a_small_batch_diverges_at_the_default_rate(command, saved):
     assert path.read_bytes() == b"good weights"
 
 
-@pytest.mark.parametrize(
-    "script", [MULTINODE, pytest.param(TORCHRUN_SCRIPT, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, MULTINODE])
 def test_torchruns_report_has_the_exit_status(script, saved, good):
     """A job that diverges ends at once: all its processes with exit status 2."""
     path, own = saved(script), edited(script, "own.py", NAN_DATA)

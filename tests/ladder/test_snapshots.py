@@ -40,11 +40,6 @@ def driver(folder, name, text):
     return str(folder / name)
 
 
-def alone():
-    """The environment of a job of one process, as torchrun would set it."""
-    return CPU | launch.alone()
-
-
 def finish_all(processes):
     """Wait for all of `processes`, expect exit status 0 and return their outputs."""
     ends = [launch.finish(process, 90) for process in processes]
@@ -102,15 +97,15 @@ def runs(tmp_path_factory):
     def runs(model):
         nproc, first, second = models[model]
 
-        def start(name, script, *args):
-            command = launch.torchrun(script, *args, nproc=nproc)
-            return launch.start(command, base / f"{model}-{name}", **CPU)
-
-        jobs = [start("unbroken", first, 6, 2, "--seed", 5)]
-        jobs += [start("broken", first, 3, 2, "--seed", 5)]
-        outputs = finish_all(jobs)
+        outputs = []
+        for name, epochs in ("unbroken", 6), ("broken", 3):
+            given = (first, epochs, 2, "--seed", 5)
+            status, output = launch.quickly(*given, nproc=nproc, cwd=base / f"{model}-{name}")
+            assert status == {0}, output
+            outputs.append(output)
         shutil.copytree(base / f"{model}-broken", base / f"{model}-resumed")
-        outputs += finish_all([start("resumed", second, 6, 2, "--seed", 9)])
+        command = launch.torchrun(second, 6, 2, "--seed", 9, nproc=nproc)
+        outputs.append(launch.run(command, cwd=base / f"{model}-resumed", **CPU))
         names = (f"{model}-{name}" for name in ("unbroken", "broken", "resumed"))
         return base, dict(zip(names, outputs, strict=True))
 
@@ -151,14 +146,10 @@ def test_goes_on_with_another_number_of_processes(runs, tmp_path):
     two_to_one.mkdir()
     shutil.copy(base / "plain-broken" / "snapshot.pt", two_to_one)
     script = launch.TORCHRUN_SCRIPT
-    ends, begins = finish_all(
-        [
-            launch.start(launch.python(script, 6, 2, "--batch_size", 64), two_to_one, **alone()),
-            launch.start(
-                launch.python(script, 3, 2, "--batch_size", 64, "--seed", 5), one_to_two, **alone()
-            ),
-        ]
-    )
+    one, ends = launch.quickly(script, 6, 2, "--batch_size", 64, cwd=two_to_one)
+    given = (script, 3, 2, "--batch_size", 64, "--seed", 5)
+    other, begins = launch.quickly(*given, cwd=one_to_two)
+    assert one == other == {0}, ends + begins
     goes_on = launch.run(launch.torchrun(script, 6, 2), cwd=one_to_two)
     assert [epoch for _, epoch, _ in losses(begins)] == ["0", "1", "2"]
     assert [line[:2] for line in losses(ends)] == [("0", e) for e in "345"]
@@ -228,53 +219,40 @@ def test_a_snapshot_of_an_older_version_goes_on(script, good, tmp_path):
     assert_same(load(old), load(new))
 
 
-@pytest.mark.long
 def test_saves_every_so_many_epochs_and_after_the_last(tmp_path):
     """The save points, and a file that counts the finished epochs."""
     points = {(5, 5): [4], (5, 3): [2, 4], (1, 10): [0], (3, 1): [0, 1, 2]}
-    folders = {job: tmp_path / "-".join(map(str, job)) for job in points}
-    outputs = finish_all(
-        launch.start(launch.python(launch.TORCHRUN_SCRIPT, *job), folder, **alone())
-        for job, folder in folders.items()
-    )
-    assert dict(zip(folders, map(saves, outputs), strict=True)) == points
-    for (total, _), folder in folders.items():
+    for (total, every), epochs in points.items():
+        folder = tmp_path / f"{total}-{every}"
+        _, output = launch.quickly(launch.TORCHRUN_SCRIPT, total, every, cwd=folder)
+        assert saves(output) == epochs
         assert load(folder)["epochs_run"] == total
 
 
 def test_save_that_dies_leaves_the_last_snapshot_whole(tmp_path):
     """Killed half-way through writing, flushing or renaming, the job has its last snapshot."""
     folders = {call: tmp_path / call for call in ("torch.save", "os.fsync", "os.replace")}
-    deaths = [
-        launch.start(
-            launch.python(
-                driver(tmp_path, f"{call}.py", DYING_IN_THE_SECOND_SAVE.format(call=call)), 3, 1
-            ),
-            folder,
-            **alone(),
-        )
-        for call, folder in folders.items()
-    ]
-    for death, folder in zip(deaths, folders.values(), strict=True):
-        status, output = launch.finish(death)
-        assert status == -9, output
+    for call, folder in folders.items():
+        dying = driver(tmp_path, f"{call}.py", DYING_IN_THE_SECOND_SAVE.format(call=call))
+        status, output = launch.quickly(dying, 3, 1, cwd=folder)
+        assert status == {-9}, output
         assert saves(output) == [0]
         assert load(folder)["epochs_run"] == 1
     folder = folders["torch.save"]
-    output = launch.run(launch.python(launch.TORCHRUN_SCRIPT, 3, 1), cwd=folder, **alone())
+    assert list(folder.glob("*.tmp"))
+    _, output = launch.quickly(launch.TORCHRUN_SCRIPT, 3, 1, cwd=folder)
     assert [epoch for _, epoch, _ in losses(output)] == ["1", "2"]
     assert load(folder)["epochs_run"] == 3
     assert not list(folder.glob("*.tmp"))
 
 
-@pytest.mark.long
 def test_snapshot_of_a_gpu_goes_on_without_that_gpu(runs, tmp_path, monkeypatch):
     """Tensors that were saved on another device are read to the CPU."""
     base, _ = runs("plain")
-    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
-    torch.save(load(base / "plain-broken"), tmp_path / "snapshot.pt")
-    monkeypatch.undo()
-    output = launch.run(launch.python(launch.TORCHRUN_SCRIPT, 4), cwd=tmp_path, **alone())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+        torch.save(load(base / "plain-broken"), tmp_path / "snapshot.pt")
+    _, output = launch.quickly(launch.TORCHRUN_SCRIPT, 4)
     assert [epoch for _, epoch, _ in losses(output)] == ["3"]
 
 

@@ -51,7 +51,7 @@ def one_process():
     "command",
     [
         pytest.param(launch.python(launch.SINGLE, 2), id="single", marks=pytest.mark.long),
-        pytest.param(launch.python(launch.MULTI, 2), id="multi"),
+        pytest.param(launch.python(launch.MULTI, 2), id="multi", marks=pytest.mark.long),
     ],
 )
 def test_one_run_of_a_job(tmp_path, command):
@@ -100,6 +100,7 @@ FOREVER = 100000
             1,
             2,
             id="multinode",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -117,6 +118,7 @@ def test_a_signal_finishes_the_run(tmp_path, command, number, status, ranks):
         epochs = logged(run)
         assert len(epochs) >= 9 and epochs == printed(output, rank)[: len(epochs)]
         assert len(epochs) >= len(printed(output, rank)) - 1  # the last may have been under way
+        assert run.x_axes == {"*": "epoch"}
     assert_finished(tmp_path)
 
 
