@@ -495,10 +495,22 @@ EACH = (
 )
 
 
+def told(_, bucket):
+    """What DDP does with a bucket of gradients, and a line that says so."""
+    print("averaged")
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 @pytest.mark.long
 def test_accumulation_is_one_process_with_a_larger_batch():
-    output = resumed_is_unbroken(recipe(ACCUMULATION, FEW, KEEP, EACH), "--batch_size", 8)
+    wrap = "        self.model = DDP(self.model)\n"
+    hook = (wrap, f"{wrap}        self.model.register_comm_hook(None, told)\n")
+    script = recipe(ACCUMULATION, *mine(told), hook, FEW, KEEP, EACH)
+    output = resumed_is_unbroken(script, "--batch_size", 8)
     assert "Global batch size: 64" in output
+    passes = 1 + 2 * 7  # all_fix_bucket_order's, and the steps of two epochs
+    assert output.count("averaged") == 2 * passes
     assert_close("rank-0.pt", "rank-1.pt", rtol=0, atol=0)
     one = unchanged(FEW, name="one.py")
     ranks(one, 2, 1, "--batch_size", 64, "--snapshot_path", "one.pt", nproc=1)
