@@ -11,6 +11,7 @@ TORCH_CAME_FIRST = "torch" in sys.modules
 
 import argparse
 import atexit
+import gc
 import logging
 import pickle
 import signal
@@ -28,6 +29,7 @@ import torch.distributed.nn  # DDP would import it later, and then it would keep
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
+atexit.register(gc.freeze)()  # now and at the exit: no collection walks through all of torch
 HELP = {
     "total_epochs": "epochs to train",
     "save_every": "epochs from one save to the next",
@@ -37,7 +39,6 @@ HELP = {
     "timeout": "seconds to wait for another rank, then fail",
     "snapshot_path": "to save and resume",
 }
-NEEDED = {"model", "optimizer", "epochs_run", "seed"}
 wandb_run, wandb_finish = None, threading.Lock()
 
 
@@ -123,7 +124,6 @@ def all_exit_if_args_bad(args: argparse.Namespace, may_differ=("snapshot_path",)
 
 
 def all_exit_if_empty(dataset):
-    """A DataLoader without samples is an error in one script, and silence in another."""
     empty = hasattr(dataset, "__len__") and len(dataset) == 0
     all_exit_if("the dataset has 0 samples, nothing to train on" if empty else None)
 
@@ -250,7 +250,6 @@ def start_wandb(args: argparse.Namespace, run_id: str | None = None, group: str 
 
 
 def finish_wandb():
-    """Have all that was logged written, or sent."""
     with wandb_finish, suppress(Exception):  # a failure and a signal may come together
         wandb_run.finish()
 
@@ -303,7 +302,8 @@ def read_snapshot(path: str, model, optimizer) -> dict:
         snapshot = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         refuse("has objects in it that could run code, and is not read: save only plain values")
-    if not isinstance(snapshot, dict) or not NEEDED <= snapshot.keys():
+    keys = snapshot.keys() if isinstance(snapshot, dict) else set()
+    if not {"model", "optimizer", "epochs_run", "seed"} <= keys:
         refuse(f"is no snapshot of this script: {keep}")
     here, there = model.state_dict(), snapshot["model"]
     for name in here | there:
