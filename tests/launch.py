@@ -120,10 +120,19 @@ def in_processes(count, function, *args):
 
 
 def _on_this_machine(rank, function, init_method, args):
+    _on_the_cpu()
+    function(rank, init_method, *args)
+
+
+def _on_the_cpu():
+    """Such a process has the environment of the test that was the first to start one: mend it."""
     import plumbing
 
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
     plumbing.stay_on_this_machine()
-    function(rank, init_method, *args)
 
 
 def edited(script, name, *changes):
@@ -178,6 +187,8 @@ def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, **en
 
 
 def _run_rank(script, args, env, folder, cwd, log, largest_file):
+    sys.path.insert(0, str(ROOT))
+    _on_the_cpu()
     os.chdir(cwd)
     file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(file, 1)
@@ -185,14 +196,10 @@ def _run_rank(script, args, env, folder, cwd, log, largest_file):
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.argv = [script, *args]
-    sys.path.insert(0, str(ROOT))
     if "mp.spawn(" not in Path(script).read_text():
         os.environ.update(env)
         runpy.run_path(script, run_name="__main__")
         return
-    import plumbing
-
-    plumbing.stay_on_this_machine()
     script = runpy.run_path(script)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
     script["main"](rank, world_size, f"file://{folder}/store", script["parse_args"]())
