@@ -29,7 +29,7 @@ import torch.distributed.nn  # DDP would import it later, and then it would keep
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
-atexit.register(gc.freeze)()  # now and at the exit: no collection walks through all of torch
+gc.freeze()  # what torch has made stays: no collection need walk through it again
 HELP = {
     "total_epochs": "epochs to train",
     "save_every": "epochs from one save to the next",
@@ -161,6 +161,7 @@ def require_torchrun():
         stay_on_this_machine()
     if dist.is_torchelastic_launched():
         threading.Thread(target=end_with_launcher, daemon=True).start()
+        atexit.register(lambda: time.sleep(hasattr(sys, "last_value")))  # be first in its report
         if TORCH_CAME_FIRST and os.environ["RANK"] == "0":
             print("WARNING: import plumbing before torch, or it sees torchrun's end too late")
 
@@ -183,14 +184,13 @@ def local_job(processes: int):
     """Yield where the processes of mp.spawn meet: a file of this user. In the end, end them all."""
     stay_on_this_machine()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no news of the rest
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = folder  # mp.spawn leaves files of its own for errors
         try:
             yield f"file://{folder}/store"
-        except KeyboardInterrupt:
-            sys.exit(130)  # as of any command that was interrupted
         except mp.ProcessExitedException as end:
             if end.exit_code != 2:
                 raise

@@ -549,12 +549,13 @@ def test_processes_on_the_cpu_share_the_cores(ranks, monkeypatch, given, threads
     if given:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with plumbing.local_job(2):
             assert os.environ["OMP_NUM_THREADS"] == threads
     finally:
-        signal.signal(signal.SIGTERM, on_sigterm)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_the_dataset_is_the_same_in_every_process(ranks):
