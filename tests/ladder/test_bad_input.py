@@ -173,6 +173,12 @@ def changed(good, **parts):
     return packed(torch.load(io.BytesIO(good)) | parts)
 
 
+def without(good, part):
+    snapshot = torch.load(io.BytesIO(good))
+    del snapshot[part]
+    return packed(snapshot)
+
+
 def model_of(hidden=2048):
     return torch.nn.Sequential(
         torch.nn.Linear(20, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 4)
@@ -214,6 +220,8 @@ BAD_SNAPSHOTS = [
     ("a pickle that runs code", DAMAGED, lambda good: pickle.dumps(RunsCode(), protocol=2)),
     ("a list", NO_SNAPSHOT, lambda good: packed([1, 2])),
     ("only weights", NO_SNAPSHOT, lambda good: packed(torch.load(io.BytesIO(good))["model"])),
+    ("without its epochs", NO_SNAPSHOT, lambda good: without(good, "epochs_run")),
+    ("without its seed", NO_SNAPSHOT, lambda good: without(good, "seed")),
     (
         "other layers",
         ANOTHER_MODEL,
@@ -247,7 +255,7 @@ def test_file_that_is_no_snapshot(refusal, good, tmp_path, script, told, spoiled
     (tmp_path / "snapshot.pt").write_bytes(spoiled(good))
     line = refusal(script, "2")  # which also sees that no file `ran` appears
     problem, cure = told
-    detail = r" \(0\.weight is .* there, torch\.Size\(\[2048, 20\]\) here\)"
+    detail = r" \(0\.weight is (missing|torch\.Size\(\[64, 20\]\)) there, torch\.Size\(\[2048, 20\]\) here\)"
     detail = detail if told is ANOTHER_MODEL else ""
     pattern = f"ERROR: snapshot\\.pt {re.escape(problem)}{detail}: {re.escape(cure)}\n"
     assert re.fullmatch(pattern, line), line
@@ -344,6 +352,20 @@ def test_torchrun_is_not_for_every_script(script):
     assert_told_once(output, f"torchrun is not for this script: start it with: python {script}")
     assert "exitcode  : 2 " in output.partition("Root Cause")[2], output
     assert not list(Path().glob("*.pt*")) and "Rank: " not in output
+
+
+@pytest.mark.parametrize(("script", "refused"), [("single_gpu", False), ("multigpu", True)])
+def test_torchrun_with_one_process(start, capsys, monkeypatch, script, refused):
+    """Training on one device does not mind; a script that starts the others itself is refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "456")  # torchrun sets it
+    if not refused:
+        start(script)
+        return
+    with pytest.raises(SystemExit) as end:
+        start(script)
+    assert end.value.code == 2
+    line = f"ERROR: torchrun is not for this script: start it with: python {script}.py\n"
+    assert capsys.readouterr().err == line
 
 
 def test_scripts_end_with_one_line_and_status_2():
