@@ -113,13 +113,13 @@ def all_exit_if(problem: str | None, in_training: bool = False):
     sys.exit(2)
 
 
-def all_exit_if_args_bad(args: argparse.Namespace, may_differ=("snapshot_path",)):
+def all_exit_if_args_bad(args: argparse.Namespace):
     """What was typed has to be right, and the same on all machines, or the ranks train apart."""
     all_exit_if(vars(args).get("mistake"))
     typed = [None] * dist.get_world_size()
     dist.all_gather_object(typed, vars(args))
     different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
-    different = [key.replace("_", "-") for key in different if key not in may_differ]
+    different = [key.replace("_", "-") for key in different if key != "snapshot_path"]
     all_exit_if(f"{', '.join(different)}: not the same on all machines" if different else None)
 
 
@@ -135,7 +135,7 @@ def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
         all_exit_if(f"an epoch has no step: {sizes} {train_data.batch_size}", in_training=True)
     if not all(value.isfinite().all() for value in (torch.tensor(loss), *model.parameters())):
         cure = "lower the learning rate (the smaller the batch, the lower) or look at the data"
-        all_exit_if(f"training diverged (loss {loss}), nothing is saved: {cure}", in_training=True)
+        all_exit_if(f"training diverged (loss {loss} or a weight), nothing is saved: {cure}", True)
 
 
 def rank() -> int:

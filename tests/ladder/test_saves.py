@@ -54,7 +54,7 @@ def ranks_of(script):
 
 def assert_diverged(output, loss):
     """One line says so, and no epoch, save or traceback of ours comes after it."""
-    line = r"^ERROR: training diverged \(loss (\S+)\), nothing is saved: (.*)$"
+    line = r"^ERROR: training diverged \(loss (\S+) or a weight\), nothing is saved: (.*)$"
     told = re.findall(line, output, re.MULTILINE)
     assert len(told) == 1 and told[0][1] == CURE, output
     assert re.fullmatch(loss, told[0][0]), output
