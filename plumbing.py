@@ -29,6 +29,7 @@ import torch.distributed.nn  # DDP would import it later, and then it would keep
 import torch.multiprocessing as mp
 from tqdm import tqdm
 
+LAUNCHER_SETS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 gc.freeze()  # what torch has made stays: no collection need walk through it again
 HELP = {
     "total_epochs": "epochs to train",
@@ -149,8 +150,7 @@ def count_gpus() -> int:
 
 def require_torchrun():
     """End this process if torchrun did not start it, and later if torchrun is gone."""
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-    if missing := " ".join(name for name in names if name not in os.environ):
+    if missing := " ".join(name for name in LAUNCHER_SETS if name not in os.environ):
         command = f"torchrun --standalone --nproc_per_node=gpu {sys.argv[0]}"
         all_exit_if(f"{missing} not set. Start with: {command} (no GPU: auto)")
     processes = int(os.environ["LOCAL_WORLD_SIZE"])

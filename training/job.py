@@ -1,0 +1,78 @@
+"""Who trains: the group of processes, what takes hours on one of them, and their CPU cores."""
+
+import os
+import socket
+import textwrap
+import threading
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import plumbing
+
+
+def ddp_setup(timeout: int) -> torch.device:
+    """Join the process group and return the device that is this process's own.
+
+    As in multinode.py, but started by python it is a job of one process, and on a GPU there are two
+    backends: what lies in main memory goes through gloo, so that to agree is not to wait for the
+    GPU. A rank that has waited for another for `timeout` seconds fails, and with it the job.
+    """
+    store = None
+    if not any(name in os.environ for name in plumbing.LAUNCHER_SETS):
+        alone = ("0", "1", "0", "1", "localhost", "0")
+        os.environ.update(zip(plumbing.LAUNCHER_SETS, alone, strict=True))
+        store = dist.HashStore()  # nobody else has to find it
+    plumbing.require_torchrun()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device, gpu, backend = torch.device("cpu"), None, "gloo"
+    if plumbing.count_gpus() > 0:
+        device = gpu = torch.device(torch.accelerator.current_accelerator().type, local_rank)
+        torch.accelerator.set_device_index(local_rank)  # or calls that name no GPU open GPU 0
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    alone = {"store": store, "rank": 0, "world_size": 1} if store else {}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu, **alone)
+    plumbing.print_rank(device)
+    return device
+
+
+def explain(error: BaseException) -> str:
+    """The beginning of what an error says, and its kind."""
+    return f"{textwrap.shorten(str(error), 240, placeholder=' …')} ({type(error).__name__})"
+
+
+def all_patiently(option: str, name: str, work, *args):
+    """Return `work(*args)` once all ranks are done with theirs, or end the job if one fails.
+
+    It may take hours on one rank (a download, a big dataset), and no collective would wait for so
+    long. So the ranks ask each other once a second, while a thread does the work. `option` and
+    `name` are what the line of an error begins with.
+    """
+    future = Future()
+
+    def do():
+        try:
+            future.set_result(work(*args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=do, daemon=True).start()  # it does not keep a process that has to end
+    while True:
+        done = bool(wait([future], timeout=1).done)
+        error = future.exception() if done else None
+        counts = torch.tensor([not done, error is not None], dtype=int)
+        dist.all_reduce(counts)
+        busy, failed = counts.tolist()
+        if failed or not busy:
+            break
+    plumbing.all_exit_if(f"{option} {name}: {explain(error)}" if error else None)
+    return future.result()
+
+
+def count_machines() -> int:
+    machines = torch.tensor(int(dist.get_node_local_rank() == 0))
+    dist.all_reduce(machines)
+    return machines.item()
