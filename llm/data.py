@@ -1,69 +1,155 @@
-"""Documents to tokens to sequences."""
+"""Documents to tokens, once for all runs, and tokens to sequences."""
 
+import fcntl
 import hashlib
-import itertools
 import json
 import os
 import sys
+import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from filelock import FileLock
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import plumbing
-from llm.documents import cut_documents, files_of, read_documents
+from llm.documents import Documents, choose_files
 from llm.model import NO_TARGET
 from training.job import all_patiently
 
 
-def prepare_tokens(args, tokenizer, folder: Path):
-    """Tokenise the dataset into `folder`, unless that was done: once for all runs and processes.
+def prepare_tokens(args, tokenizer) -> Path:
+    """The folder with the tokens of the dataset, made by one process on each machine at most.
 
-    tokens.bin holds all documents, each with an end-of-text token after it. tokens.json says what
-    it should hold, and is written last: a tokens.bin that was cut off is made again.
+    Each machine may have a disk of its own. If several share one, the first makes them.
     """
+    name = args.dataset_name
+    files, choice = choose_files(name, Path(args.save_dir))
+    folder = cache_folder(args, tokenizer, files)
+    if dist.get_node_local_rank() != 0:
+        return folder
+    if choice:
+        print(choice)
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "lock"):  # two jobs may start at the same time
-        if load_tokens(folder):
-            return
-        (folder / "tokens.json").unlink(missing_ok=True)
-        files = files_of(Path(args.dataset_name), Path(args.save_dir))
-        documents = read_documents(args.dataset_name, args.dataset_subset, files)
-        pieces = cut_documents(documents)
-        dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-        count, digest = 0, hashlib.sha256()
-        hide = None if dist.get_rank() == 0 else True
-        with open(folder / "tokens.bin", "wb") as file, tqdm(unit=" tokens", disable=hide) as bar:
-            while batch := list(itertools.islice(pieces, 128)):
-                texts, ends = zip(*batch, strict=True)
-                encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    word, about = "Cached", load_tokens(folder, checked=True)
+    if about is None:
+        with locked(folder, f"Waiting for another job that tokenises {name} in {folder}"):
+            about = load_tokens(folder, checked=True)  # the other job has made them
+            if about is None:
+                if (folder / "tokens.json").exists():
+                    print(f"{folder}/tokens.bin is damaged: it is made again")
+                word, about = "Tokenised", tokenise(args, tokenizer, files, folder)
+    source = "" if about["source"] == "plain text" else f" ({about['source']})"
+    print(f"{word} {name}: {about['tokens']:,} tokens in {folder}{source}")
+    return folder
+
+
+def tokenise(args, tokenizer, files: list[Path], folder: Path) -> dict:
+    """Write tokens.bin, all documents with an end-of-text token after each, and tokens.json.
+
+    tokens.json says what tokens.bin holds and is written last. Until then a job that reads
+    the files that were there goes on reading them.
+    """
+    documents = Documents(args.dataset_name, args.dataset_subset, args.text_column, files)
+    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
+    count, digest, checksum = 0, hashlib.sha256(), 0
+    hide = None if dist.get_rank() == 0 else True
+    new = folder / "tokens.bin.tmp"
+    try:
+        with open(new, "wb") as file, tqdm(unit=" tokens", disable=hide) as bar:
+            for texts, ends in batches(cut_documents(documents)):
+                encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
                 for ids, end in zip(encoded, ends, strict=True):
-                    tokens = np.array([*ids, tokenizer.eos_token_id] if end else ids, dtype)
-                    file.write(tokens.tobytes())
-                    digest.update(tokens.tobytes())
-                    count += len(tokens)
-                    bar.update(len(tokens))
+                    ids = [*ids, tokenizer.eos_token_id] if end else ids
+                    tokens = np.array(ids, dtype).tobytes()
+                    file.write(tokens)
+                    digest.update(tokens)
+                    checksum = zlib.crc32(tokens, checksum)
+                    count += len(ids)
+                    bar.update(len(ids))
             file.flush()
             os.fsync(file.fileno())
-        about = {"tokens": count, "dtype": dtype.name, "sha256": digest.hexdigest()}
-        (folder / "tokens.json.tmp").write_text(json.dumps(about))
-        os.replace(folder / "tokens.json.tmp", folder / "tokens.json")
-        print(f"Tokenised {args.dataset_name}: {count:,} tokens in {folder}")
+        os.replace(new, folder / "tokens.bin")
+    finally:
+        new.unlink(missing_ok=True)  # a disk that is full gets its place back
+    about = {"tokens": count, "dtype": dtype.name, "sha256": digest.hexdigest()}
+    about |= {"crc32": checksum, "source": str(documents)}
+    (folder / "tokens.json.tmp").write_text(json.dumps(about))
+    os.replace(folder / "tokens.json.tmp", folder / "tokens.json")
+    return about
 
 
-def load_tokens(folder: Path) -> dict | None:
-    """What tokens.json says of the tokens in `folder`, or None if these are not whole."""
+def cut_documents(documents, size=2**18):
+    """Cut long documents at ends of lines: yield (piece, whether it ends its document)."""
+    for document in documents:
+        rest = ""
+        for text in document:
+            for begin in range(0, len(text), size):
+                rest += text[begin : begin + size]
+                while len(rest) > size:
+                    end = rest.rfind("\n", 0, size) + 1 or size
+                    yield rest[:end], False
+                    rest = rest[end:]
+        yield rest, True
+
+
+def batches(pieces, count=128, letters=2**22):
+    """Yield (pieces, ends): so many pieces at once, or fewer if these have so many letters."""
+    batch, size = [], 0
+    for piece, end in pieces:
+        batch.append((piece, end))
+        size += len(piece)
+        if len(batch) == count or size >= letters:
+            yield zip(*batch, strict=True)
+            batch, size = [], 0
+    if batch:
+        yield zip(*batch, strict=True)
+
+
+def load_tokens(folder: Path, checked=False) -> dict | None:
+    """What tokens.json says of the tokens in `folder`, or None if they are not whole.
+
+    Only if they are `checked`, a single bit in them that has changed is noticed.
+    """
     try:
-        about = json.loads((folder / "tokens.json").read_text())
-        size = about["tokens"] * np.dtype(about["dtype"]).itemsize
-        return about if (folder / "tokens.bin").stat().st_size == size else None
-    except (OSError, ValueError, KeyError):
+        about = json.loads((folder / "tokens.json").read_bytes())
+        kinds = {"tokens": int, "dtype": str, "sha256": str, "crc32": int, "source": str}
+        if any(type(about[key]) is not kind for key, kind in kinds.items()):
+            return None
+        size = about["tokens"] * {"uint16": 2, "uint32": 4}[about["dtype"]]
+        whole = (folder / "tokens.bin").stat().st_size == size
+        whole = whole and (not checked or crc32(folder / "tokens.bin") == about["crc32"])
+        return about if whole else None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+def crc32(path: Path) -> int:
+    """A checksum of a file that takes no longer than most disks take to read it."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(2**20):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+@contextmanager
+def locked(folder: Path, waiting: str):
+    """Be the only job in `folder`. Print the line `waiting` if there is another one."""
+    with open(folder / "lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(waiting)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            problem = f"no locks in {folder} ({error.strerror}): choose another --save-dir"
+            raise OSError(problem) from error
+        yield  # the lock goes with the open file, however this process ends
 
 
 class TokenDataset(Dataset):
@@ -91,12 +177,13 @@ class TokenDataset(Dataset):
         return inputs, targets
 
 
-def cache_folder(args, tokenizer) -> Path:
+def cache_folder(args, tokenizer, files: list[Path]) -> Path:
     """Where the tokens of this dataset lie, under a name that changes when they would."""
-    key = [args.dataset_name, args.dataset_subset]
+    key = [args.dataset_name, args.dataset_subset, args.text_column]
     key += [tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id]
-    key += [sys.version] if args.dataset_name == "stdlib" else []
-    for file in files_of(Path(args.dataset_name), Path(args.save_dir)):
+    if args.dataset_name == "stdlib":
+        key, files = [*key, sys.version], []
+    for file in files:
         key += [str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     return Path(args.save_dir) / f"tokens-{digest[:16]}"
@@ -104,10 +191,7 @@ def cache_folder(args, tokenizer) -> Path:
 
 def all_load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]:
     """The sequences to train on, those held out, and the sha256 of all tokens."""
-    folder = cache_folder(args, tokenizer)
-    # One process on each machine, since each machine may have a disk of its own.
-    work = prepare_tokens if dist.get_node_local_rank() == 0 else lambda *_: None
-    all_patiently("dataset-name", args.dataset_name, work, args, tokenizer, folder)
+    folder = all_patiently("dataset-name", args.dataset_name, prepare_tokens, args, tokenizer)
     about = load_tokens(folder) or {"tokens": 0, "sha256": None}
     problem, count = None, (about["tokens"] - 1) // args.seq_length
     digests = [None] * dist.get_world_size()

@@ -1,56 +1,322 @@
-"""A name to documents: files, folders and datasets of the hub, each read as what it is."""
+"""A name to documents: files, folders and datasets of the hub, each read as what it is.
 
+A document is an iterable of strings, so that of a long one only a part has to be in memory. A plain
+file is one document, and so is each row of anything else: the text in one of its columns.
+"""
+
+import bz2
+import csv
+import gzip
+import itertools
+import json
+import lzma
 import os
+import re
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-
-def files_of(path: Path, saved: Path) -> list[Path]:
-    """The file `path`, or all files in the folder `path` but hidden ones and those in `saved`."""
-    if path.is_file():
-        return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
-    files = [file for file in files if saved.resolve() not in file.resolve().parents]
-    return [file for file in files if "/." not in f"/{file.relative_to(path)}"]
+PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+# Names that the hub's library gives to a split that is not trained on, between such separators.
+HELD_OUT = "test|testing|eval|evaluation|valid|validation|val|dev"
+HELD_OUT = re.compile(rf"(?:^|[-._ 0-9])({HELD_OUT})(?:$|[-._ 0-9])", re.IGNORECASE)
+ABOUT_DATA = ("readme.md", "license", "config.json", "state.json", "dataset_dict.json")
+ABOUT_DATA += ("dataset_info.json", "dataset_infos.json")
 
 
-def read_documents(name: str, subset: str | None, files: list[Path]):
-    """Yield the texts of the dataset `name`, one after the other: a file or a row is a text."""
+class Documents:
+    """The documents of a dataset; as a string, what they are made of."""
+
+    def __init__(self, name: str, subset: str | None, column: str | None, files: list[Path]):
+        self.files = files
+        self.tables = open_tables(name, subset, files)
+        self.column = choose_column(self.tables, column)
+        self.without_text = 0  # rows that are no document
+
+    def __iter__(self):
+        if not self.tables:
+            yield from map(read_text, self.files)
+        for name, read_rows in self.tables:
+            with naming(name):
+                yield from self._read_column(read_rows)
+
+    def __str__(self):
+        skipped = f", {self.without_text:,} rows without a text" if self.without_text else ""
+        return f"column {self.column!r}{skipped}" if self.tables else "plain text"
+
+    def _read_column(self, read_rows):
+        columns = set()
+        for number, row in enumerate(read_rows(self.column), 1):
+            columns.update(row)
+            text = row.get(self.column)
+            if text is None:
+                self.without_text += 1
+                continue
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                raise ValueError(f"row {number}: column {self.column!r} is a {kind}, not a text")
+            if not text.isascii():
+                text.encode()  # half of a character that has two (in JSON: \\ud83d) is an error
+            yield [text]
+        if columns and self.column not in columns:
+            raise ValueError(f"no column {self.column!r}")
+
+
+def choose_files(name: str, saved: Path) -> tuple[list[Path], str]:
+    """The files of the dataset `name` (none: it is one of the hub), and a line about a folder's.
+
+    A file that is named itself is read, whatever it is called. In a folder, splits called test or
+    validation are left out, and so is what lies beside the best kind of file, and `saved`.
+    """
+    path = Path(name)
     if name == "stdlib":
-        files = sorted(Path(os.__file__).parent.glob("*.py"))
-    formats = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-    kinds = {formats[file.suffix] for file in files if file.suffix in formats}
-    if files and not kinds:
-        for file in files:
-            text = file.read_text(encoding="utf-8", errors="replace")
-            if "\0" in text:
-                raise ValueError(f"{file} is not a text")
-            yield text
-        return
+        return sorted(Path(os.__file__).parent.glob("*.py")), ""
+    if not path.is_dir():
+        return [path] if path.exists() else [], ""
+    files, left_out = find_files(path, saved)
+    data = [file for file in files if file.name.lower() not in ABOUT_DATA] or files
+    kinds = {kind_of(file) for file in data}
+    kind = next((kind for kind in READERS if kind in kinds), "plain text")
+    for file in set(files):
+        if file not in data:
+            left_out[file] = "about the data"
+        elif kind_of(file) != kind:
+            left_out[file] = f"beside {kind}"
+        elif kind != "plain text" and file.stat().st_size == 0:
+            left_out[file] = "empty"
+    files = [file for file in files if file not in left_out]
+    reasons = {}
+    for file, reason in sorted(left_out.items()):
+        reasons.setdefault(reason, []).append(str(file.relative_to(path)))
+    parts = [f"{len(names):,} {reason} ({shorten(names)})" for reason, names in reasons.items()]
+    others = f", left out: {', '.join(parts)}" if parts else ""
+    if not files:
+        raise ValueError(f"no file to read in that folder{others}. A file that you name is read")
+    names = shorten([str(file.relative_to(path)) for file in files])
+    return files, f"Files of {name}: {len(files):,} of {kind} ({names}){others}"
+
+
+def find_files(folder: Path, saved: Path) -> tuple[list[Path], dict[Path, str]]:
+    """All files below `folder`, sorted, and why which files and folders there are left out."""
+
+    def fail(error):
+        raise error  # a folder that may not be read would be left out without a word
+
+    files, left_out = [], {}
+    saved, seen = os.path.realpath(saved), {os.path.realpath(folder)}
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real_place = os.path.realpath(place)
+        splits = set(folders) - {"train"} if "dataset_dict.json" in names else set()
+        for name in sorted(folders) + sorted(names):
+            path = Path(place, name)
+            real = os.path.realpath(path) if path.is_symlink() else os.path.join(real_place, name)
+            if name in splits:
+                left_out[path] = f"of split {name}"
+            elif real == saved:
+                left_out[path] = "of --save-dir"
+            elif real in seen:  # or a link to a folder around it would lead in circles
+                left_out[path] = "linked twice"
+            elif reason := why_left_out(path):
+                left_out[path] = reason
+            elif name in names:
+                files.append(path)
+            seen.add(real)
+        folders[:] = [name for name in folders if Path(place, name) not in left_out]
+    return sorted(files), left_out
+
+
+def why_left_out(path: Path) -> str | None:
+    """Why nobody who names a folder around `path` means it, or None."""
+    if path.name.startswith(".") or path.name == "__pycache__":
+        return "hidden"
+    if split := HELD_OUT.search(path.name):
+        return f"of split {split[1].lower()}"
+    if re.fullmatch(r"cache-.*\.arrow", path.name):  # what the hub's library computed from the data
+        return "of a cache"
+    return None if path.is_dir() or path.is_file() else "neither file nor folder"
+
+
+def shorten(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} … {names[-1]}"
+
+
+def open_tables(name: str, subset: str | None, files: list[Path]) -> list:
+    """The tables of a dataset, each (its name, a function), or none if its files are plain text.
+
+    The function yields all rows as dicts: of a column only what is in that, of None all.
+    """
+    if files and subset is not None:
+        raise ValueError("what is local has no subset: leave --dataset-subset out")
+    if files:
+        readers = [(file, READERS.get(kind_of(file))) for file in files]
+        return [(file, partial(reader, file)) for file, reader in readers if reader]
     from datasets import load_dataset  # it takes a second, which a run with a cache need not spend
 
-    if kinds:
-        kind = max(kinds)  # beside parquet, JSON is about the data
-        names = [str(file) for file in files if formats.get(file.suffix) == kind]
-        rows = load_dataset(kind, data_files=names, split="train", streaming=True)
-    else:
-        rows = load_dataset(name, subset, split="train")
-    column = None
-    for row in rows:
-        texts = [key for key, value in row.items() if isinstance(value, str)]
-        if column is None and texts:
-            column = "text" if "text" in row else texts[0]
-        if column and row[column] is not None:
-            yield row[column]
-    if column is None:
-        raise ValueError("no column is text")
+    return [("split train", partial(read_dataset, load_dataset(name, subset, split="train")))]
 
 
-def cut_documents(documents, size=2**18):
-    """Cut long documents at ends of lines: yield (piece, whether it ends its document)."""
-    for text in documents:
-        begin = 0
-        while len(text) - begin > size:
-            end = text.rfind("\n", begin, begin + size) + 1 or begin + size
-            yield text[begin:end], False
-            begin = end
-        yield text[begin:], True
+def choose_column(tables: list, chosen: str | None) -> str | None:
+    """The column to read: the chosen one, or "text", or else the only one that holds text."""
+    if not tables:
+        if chosen is not None:
+            raise ValueError(f"plain text has no column {chosen!r}: leave --text-column out")
+        return None
+    head = next(filter(None, (first_rows(*table) for table in tables)), None)
+    if head is None:
+        raise ValueError("there are no rows")
+    columns = {name: "" for row in head for name in row}
+    wanted = "text" if chosen is None else chosen
+    if wanted in columns:
+        return wanted
+    if chosen is not None:
+        raise ValueError(f"no column {chosen!r}: there are {', '.join(columns)}")
+    for row in head:
+        columns |= {name: type(value).__name__ for name, value in row.items() if has_text(value)}
+    holding = {name: kind for name, kind in columns.items() if kind}
+    if list(holding.values()) == ["str"]:
+        return next(iter(holding))
+    if "str" not in holding.values():
+        raise ValueError(f"no column is text: there are {', '.join(columns)}")
+    names = [name if kind == "str" else f"{name} (a {kind})" for name, kind in holding.items()]
+    raise ValueError(f"several columns hold text ({', '.join(names)}): choose by --text-column")
+
+
+def first_rows(name, read_rows) -> list[dict]:
+    with naming(name):
+        return list(itertools.islice(read_rows(None), 100))
+
+
+def has_text(value) -> bool:
+    """Whether there is a text in a value, which may be a list or have names for its parts."""
+    parts = value.values() if isinstance(value, dict) else value
+    return isinstance(value, str) or isinstance(value, dict | list) and any(map(has_text, parts))
+
+
+def kind_of(file: Path) -> str:
+    """A kind that READERS has, or "plain text"."""
+    name = Path(file.name.lower())
+    suffix = Path(name.stem).suffix if name.suffix in PACKED else name.suffix
+    return KINDS.get(suffix, "plain text")
+
+
+@contextmanager
+def naming(source):
+    """Begin the message of every error with the file, or whatever it comes from."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{source}: {error or type(error).__name__}") from error
+
+
+@contextmanager
+def open_file(file: Path, mode: str, **options):
+    """Open a file, packed or not. What is not UTF-8 in it is an error that says where."""
+    opener = PACKED.get(file.suffix.lower(), open)
+    try:
+        with opener(file, mode, **options) as stream:
+            yield stream
+    except UnicodeDecodeError:
+        with opener(file, "rb") as lines:
+            raise ValueError(find_undecodable(lines)) from None
+
+
+def find_undecodable(lines) -> str:
+    """Where the first byte is that is not UTF-8."""
+    for number, line in enumerate(lines, 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            byte = f"byte {error.start + 1} ({line[error.start]:#x})"
+            return f"line {number}, {byte} is not UTF-8: convert the file, or it is not a text"
+
+
+def read_text(file: Path):
+    """Yield a plain file piece by piece."""
+    with naming(file), open_file(file, "rt", encoding="utf-8") as stream:
+        while piece := stream.read(2**18):
+            if "\0" in piece:
+                raise ValueError("not a text, it has a byte 0")
+            yield piece
+
+
+def read_json(file: Path, column: str | None):
+    """Yield the rows of JSON lines, one by one, or those of one JSON array, all in memory.
+
+    A row that is only a string is the text itself.
+    """
+    for number, row in enumerate(parse_json(file), 1):
+        if not isinstance(row, dict | str):
+            raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
+        yield {"text": row} if isinstance(row, str) else row
+
+
+def parse_json(file: Path):
+    """Yield the value in each line, or all there are in the one value of the file."""
+    is_lines = False
+    with open_file(file, "rt", encoding="utf-8-sig", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                if is_lines:
+                    raise ValueError(f"line {number}, letter {error.colno}: {error.msg}") from None
+                row = None  # one value over several lines
+            is_lines = is_lines or isinstance(row, dict | str)
+            if not is_lines:
+                break
+            yield row
+    if not is_lines and number:
+        with open_file(file, "rt", encoding="utf-8-sig") as stream:
+            rows = json.load(stream)
+        yield from rows if isinstance(rows, list) else [rows]
+
+
+def read_csv(file: Path, column: str | None):
+    """Yield the rows of a table whose first line names the columns."""
+    csv.field_size_limit(2**31 - 1)  # a text may be long
+    delimiter = "\t" if ".tsv" in file.name.lower() else ","
+    with open_file(file, "rt", encoding="utf-8-sig", newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines, delimiter=delimiter, strict=True), 1):
+            if None in row:
+                raise ValueError(f"row {number} has more fields than the first line has names")
+            yield row
+
+
+def read_parquet(file: Path, column: str | None):
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file) as table:
+        for batch in table.iter_batches(100, columns=None if column is None else [column]):
+            yield from batch.to_pylist()
+
+
+def read_arrow(file: Path, column: str | None):
+    """Yield the rows of a file that the hub's library, or pyarrow, saved."""
+    import pyarrow
+
+    with pyarrow.memory_map(str(file)) as source:
+        if source.read(6) == b"ARROW1":  # a file with an index, or else a stream
+            table = pyarrow.ipc.open_file(source)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        else:
+            source.seek(0)
+            batches = pyarrow.ipc.open_stream(source)
+        for batch in batches:
+            batch = batch.select([column]) if column in batch.schema.names else batch
+            for start in range(0, len(batch), 100):
+                yield from batch.slice(start, 100).to_pylist()
+
+
+def read_dataset(dataset, column: str | None):
+    """Yield the rows of a dataset of the hub, its pictures and sounds as they are stored."""
+    dataset = dataset if column is None else dataset.select_columns([column])
+    for batch in dataset.with_format("arrow").iter(100):
+        yield from batch.to_pylist()
+
+
+# In a folder the first kind that is there is read.
+READERS = {"parquet": read_parquet, "arrow": read_arrow, "JSON": read_json, "CSV": read_csv}
+KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "CSV", ".tsv": "CSV"}
+KINDS |= dict.fromkeys((".json", ".jsonl", ".ndjson", ".jsonlines"), "JSON")
