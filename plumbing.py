@@ -1,13 +1,11 @@
 """What every script needs around its lesson. You may skip this file: no lesson is in it.
 
-docs/plumbing.md says why each function is here. Every rank has to call what begins with `all_`.
-"""
+docs/plumbing.md says why each function is here. Every rank has to call what begins with `all_`."""
 
 import os
 import sys
 
-LAUNCHER = os.getppid()  # asked before the seconds that torch takes: torchrun may end meanwhile
-TORCH_CAME_FIRST = "torch" in sys.modules
+LAUNCHER, TORCH_CAME_FIRST = os.getppid(), "torch" in sys.modules  # before torchrun may end
 
 import argparse
 import atexit
@@ -114,19 +112,18 @@ def all_exit_if(problem: str | None, in_training: bool = False):
     sys.exit(2)
 
 
-def all_exit_if_args_bad(args: argparse.Namespace):
+def all_exit_if_args_bad(args: argparse.Namespace, may_differ=("snapshot_path",)):
     """What was typed has to be right, and the same on all machines, or the ranks train apart."""
     all_exit_if(vars(args).get("mistake"))
     typed = [None] * dist.get_world_size()
     dist.all_gather_object(typed, vars(args))
     different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
-    different = [key.replace("_", "-") for key in different if key != "snapshot_path"]
+    different = [key.replace("_", "-") for key in different if key not in may_differ]
     all_exit_if(f"{', '.join(different)}: not the same on all machines" if different else None)
 
 
 def all_exit_if_empty(dataset):
-    empty = hasattr(dataset, "__len__") and len(dataset) == 0
-    all_exit_if("the dataset has 0 samples, nothing to train on" if empty else None)
+    all_exit_if("the dataset has 0 samples, nothing to train on" if len(dataset) == 0 else None)
 
 
 def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
@@ -279,44 +276,48 @@ def all_read_snapshot(path: str, model, optimizer) -> dict | None:
     """Return the snapshot, on the CPU, or None. If a rank has one that is no good, all end."""
     snapshot = problem = None
     try:
-        snapshot = read_snapshot(path, model, optimizer) if os.path.exists(path) else None
+        if os.path.exists(path):
+            snapshot = load_whole(path, {"model", "optimizer", "epochs_run", "seed"})
+            refuse_misfit(snapshot, model, optimizer)
     except ValueError as error:
-        problem = f"{path} {error}"
+        problem = f"{path} {error}, or choose another --snapshot_path"
     all_exit_if(problem)
     Path(f"{os.path.realpath(path)}.tmp").unlink(missing_ok=True)  # a save was cut off here
     return snapshot
 
 
-def read_snapshot(path: str, model, optimizer) -> dict:
-    """Return the snapshot. Refuse a file that is damaged, and one that is good but does not fit."""
-    another, keep = (f"{text}choose another --snapshot_path" for text in ("", "to keep it, "))
+def load_whole(path: str, keys: set, **options) -> dict:
+    """Return a snapshot with at least these keys. Refuse a file that is damaged, or none."""
     try:
         with zipfile.ZipFile(path) as file:  # torch.load checks no sums
             if file.testzip() or not any("data.pkl" in name for name in file.namelist()):
                 raise zipfile.BadZipFile
     except OSError as error:
-        refuse(f"cannot be read ({error.strerror}): {another}")
+        refuse(f"cannot be read ({error.strerror}): change that")
     except Exception:  # what a damaged archive raises is of many kinds
-        refuse(f"is damaged or no snapshot: move it away or {another}")
+        refuse("is damaged or no snapshot: move it away")
     try:
-        snapshot = torch.load(path, map_location="cpu", weights_only=True)
+        snapshot = torch.load(path, map_location="cpu", weights_only=True, **options)
     except pickle.UnpicklingError:
         refuse("has objects in it that could run code, and is not read: save only plain values")
-    keys = snapshot.keys() if isinstance(snapshot, dict) else set()
-    if not {"model", "optimizer", "epochs_run", "seed"} <= keys:
-        refuse(f"is no snapshot of this script: {keep}")
+    if not isinstance(snapshot, dict) or not keys <= snapshot.keys():
+        refuse("is no snapshot of this script: use the one that wrote it")
+    return snapshot
+
+
+def refuse_misfit(snapshot: dict, model, optimizer):
+    """Refuse a snapshot that is good, but of another model or optimizer."""
     here, there = model.state_dict(), snapshot["model"]
     for name in here | there:
         shapes = [getattr(state.get(name), "shape", "missing") for state in (there, here)]
         if shapes[0] != shapes[1]:
-            refuse(f"is of another model ({name} is {shapes[0]} there, {shapes[1]} here): {keep}")
+            refuse(f"is of another model ({name} is {shapes[0]} there, {shapes[1]} here): use that")
     here, there = optimizer.param_groups, snapshot["optimizer"]["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
     # What is no switch belongs to the method, be it SGD or AdamW. New versions of torch add those.
     names = {key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
     if sizes[0] != sizes[1] or any(names - group.keys() for group in there):
-        refuse(f"is of another optimizer than this {type(optimizer).__name__}: {keep}")
-    return snapshot
+        refuse(f"is of another optimizer than this {type(optimizer).__name__}: use that")
 
 
 def print_resume(snapshot: dict, train_data):
@@ -335,9 +336,8 @@ def print_resume(snapshot: dict, train_data):
 def all_fix_bucket_order(ddp: torch.nn.parallel.DistributedDataParallel):
     """Make DDP's first backward pass, without model and data: it leaves no trace.
 
-    DDP adds gradients up in buckets, and lays these out anew after its first pass, which so rounds
-    otherwise than all others. A resumed run has a first pass too, but shall end with the same bits.
-    """
+    DDP lays out its buckets of gradients anew after its first pass, which so rounds otherwise than
+    all others. A resumed run has a first pass too, and yet shall end with the same bits."""
     sparse = (module for module in ddp.module.modules() if getattr(module, "sparse", False))
     if any(sparse) or ddp.static_graph or ddp.find_unused_parameters:
         return  # the last lays nothing out anew, the others need the real gradients

@@ -1,6 +1,7 @@
 """Who trains: the group of processes, what takes hours on one of them, and their CPU cores."""
 
 import os
+import plumbing
 import socket
 import textwrap
 import threading
@@ -10,8 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-import plumbing
 
 
 def ddp_setup(timeout: int) -> torch.device:
@@ -72,7 +71,29 @@ def all_patiently(option: str, name: str, work, *args):
     return future.result()
 
 
-def count_machines() -> int:
+def all_count_machines() -> int:
     machines = torch.tensor(int(dist.get_node_local_rank() == 0))
     dist.all_reduce(machines)
     return machines.item()
+
+
+def all_bind_cpus():
+    """Keep this process on a share of this machine's CPU cores, and so near their memory."""
+    hosts = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
+
+    def place(cpu):  # socket, then core: the hardware threads of a core stay together
+        folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        return [int((folder / name).read_text()) for name in ("physical_package_id", "core_id")]
+
+    problem = None
+    try:
+        cpus = sorted(os.sched_getaffinity(0), key=place)
+        share = len(cpus) // len(here)
+        begin = here.index(dist.get_rank()) * share
+        os.sched_setaffinity(0, cpus[begin : begin + share])
+        torch.set_num_threads(min(torch.get_num_threads(), share))
+    except (AttributeError, OSError) as error:  # not on macOS, not with more processes than cores
+        problem = f"bind-cpus: not on {socket.gethostname()}: {explain(error)}"
+    plumbing.all_exit_if(problem)

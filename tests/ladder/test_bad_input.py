@@ -203,11 +203,17 @@ def in_two_groups(model):
 
 
 # What is told of a file: what it is, and what to do. A good file of another job is worth keeping.
-DAMAGED = ("is damaged or no snapshot", "move it away or choose another --snapshot_path")
-NO_SNAPSHOT = ("is no snapshot of this script", "to keep it, choose another --snapshot_path")
-ANOTHER_MODEL = ("is of another model", "to keep it, choose another --snapshot_path")
+DAMAGED = ("is damaged or no snapshot", "move it away, or choose another --snapshot_path")
+NO_SNAPSHOT = (
+    "is no snapshot of this script",
+    "use the one that wrote it, or choose another --snapshot_path",
+)
+ANOTHER_MODEL = ("is of another model", "use that, or choose another --snapshot_path")
 ANOTHER_OPTIMIZER = ("is of another optimizer than this SGD", ANOTHER_MODEL[1])
-RUNS_CODE = ("has objects in it that could run code, and is not read", "save only plain values")
+RUNS_CODE = (
+    "has objects in it that could run code, and is not read",
+    "save only plain values, or choose another --snapshot_path",
+)
 BAD_SNAPSHOTS = [
     ("empty", DAMAGED, lambda good: b""),
     ("cut after a byte", DAMAGED, lambda good: good[:1]),
@@ -282,7 +288,7 @@ def test_snapshot_of_another_optimizer_than_the_readers(
     monkeypatch.setattr(module, "load_train_objs", lambda seed: (dataset, model, optimizer(model)))
     (tmp_path / "snapshot.pt").write_bytes(good)
     name = type(optimizer(model)).__name__
-    cure = "to keep it, choose another --snapshot_path"
+    cure = "use that, or choose another --snapshot_path"
     assert refusal(script) == (
         f"ERROR: snapshot.pt is of another optimizer than this {name}: {cure}\n"
     )

@@ -1,0 +1,70 @@
+"""What does not fit: a batch that is too large for a GPU, and numbers that are none."""
+
+import math
+import os
+import plumbing
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from training.job import explain
+from training.signals import SIGNALS
+
+
+def largest_divisor(number: int) -> int:
+    """The largest divisor of `number` but itself."""
+    return max(divisor for divisor in range(1, number) if number % divisor == 0)
+
+
+def all_fit_batch_size(asked: int, try_pass: Callable[[int], None]) -> int:
+    """Divide a batch size until try_pass(batch_size) has enough memory on all ranks; return it."""
+    size = asked
+    while True:
+        fits = torch.tensor(1)
+        # To compile takes a minute, so only the first try does. The others need more memory: what
+        # fits there will fit when it is compiled.
+        stance = "default" if size == asked else "force_eager"
+        try:
+            with torch.compiler.set_stance(stance):
+                try_pass(size)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            fits = torch.tensor(0)
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        if fits:
+            break
+        torch._dynamo.reset()  # what was compiled for batches of that size is of no use now,
+        torch.cuda.empty_cache()  # nor is the memory that was kept for them
+        size = largest_divisor(size)
+    if size < asked and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of what did not fit
+    return size
+
+
+def first_not_finite(norms: list[torch.Tensor]) -> tuple[int, float] | None:
+    """The index and value of the first norm of a gradient that is NaN or infinite, or None."""
+    norms = torch.stack(norms).tolist()  # waits for the GPU
+    return next(((i, norm) for i, norm in enumerate(norms) if not math.isfinite(norm)), None)
+
+
+def exit_out_of_memory(error: torch.OutOfMemoryError, args):
+    """Say what to lower when a GPU has not enough memory, and end the job."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    time.sleep(5 * dist.get_node_local_rank())  # one tells it, then torchrun ends those who wait
+    size, together = args.batch_size, args.global_batch_size
+    advice = "a shorter --seq-length or a smaller model: even one sequence does not fit"
+    if args.fits and size > 1:
+        sizes = f"--batch-size {largest_divisor(size)} --global-batch-size {together}"
+        advice = f"{sizes} (the same steps, in more passes)"
+    elif args.fits:
+        advice = f"--seq-length {args.seq_length // 2}"
+    what = f"{size} sequences of {args.seq_length} tokens do not fit on rank {dist.get_rank()}"
+    print(f"ERROR: {what}: {explain(error)} Try {advice}", file=sys.stderr, flush=True)
+    plumbing.finish_wandb()
+    os._exit(2)  # the others wait for this process, so there is no orderly end

@@ -1,0 +1,218 @@
+"""What a run tells: where its time goes, its lines, metrics.jsonl, loss.png and wandb."""
+
+import io
+import json
+import os
+import plumbing
+import resource
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from training.job import all_patiently, explain
+
+PEAK_TFLOPS = {  # of dense bfloat16 matrix products, from the vendors' datasheets
+    "B200": 2250,
+    "MI300X": 1307,
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
+    "H100": 989,
+    "H200": 989,
+    "A100": 312,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX 4090": 165,
+}
+
+
+class Stopwatch:
+    """Adds up the seconds that the steps spend on data, on saving and on communication.
+
+    A GPU works through a queue, and the host does not wait for it: what happens on the GPU is
+    marked by events in that queue, whose times are read when the queue has been waited for anyway.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.reset()
+
+    def reset(self):
+        self.begin = time.perf_counter()
+        self.seconds = {"data": 0.0, "communication": 0.0, "save": 0.0}
+        self.ready, self.events = None, []
+
+    def add(self, name, begin):
+        self.seconds[name] += time.perf_counter() - begin
+
+    def mark(self):
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(self.device, enable_timing=True)
+        event.record()
+        return event
+
+    def gradients_arrived(self):
+        """Communication is what the step waits for once its last gradient is ready to be sent."""
+        self.events.append((self.ready, self.mark()))
+
+    def read(self):
+        """Return (seconds since the reset, fraction of them for each part), and reset."""
+        for begin, end in self.events:
+            on_cpu = self.device.type == "cpu"
+            self.seconds["communication"] += (
+                end - begin if on_cpu else begin.elapsed_time(end) / 1e3
+            )
+        seconds = time.perf_counter() - self.begin
+        parts = {name: part / seconds for name, part in self.seconds.items()}
+        parts = {"compute": 1 - sum(parts.values()), **parts}
+        self.reset()
+        return seconds, parts
+
+
+def sum_gradients(
+    stopwatch: Stopwatch, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """How DDP sends a bucket of gradients: it sums. (By itself it would take the mean.)"""
+    if bucket.is_last():
+        stopwatch.ready = stopwatch.mark()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The FLOP/s that the device's vendor states, or None for a device that is not in the table."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return next((1e12 * peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+
+
+def memory_used(device: torch.device) -> int:
+    """The most memory, in bytes, that this process has used: on its GPU if it has one."""
+    if device.type == "cpu":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return torch.accelerator.max_memory_allocated(device)
+
+
+class Log:
+    """Where a run tells how it goes: a bar, lines, `folder`/metrics.jsonl and wandb.
+
+    Training is worth more than its log: whatever fails here is told once, if at all, and goes on.
+    """
+
+    def __init__(self, folder: Path, steps_run: int, total_steps: int):
+        self.folder = folder
+        self.total_steps = total_steps
+        # A bar on rank 0 only, and only on a terminal (None).
+        hide = None if dist.get_rank() == 0 else True
+        self.bar = tqdm(total=total_steps, initial=steps_run, disable=hide, unit="step")
+        self.wrote = True
+
+    def write(self, line: str):
+        self.bar.write(line)
+
+    def log(self, step: int, line: str, metrics: dict):
+        """Print the line, on rank 0, and log the metrics there or, in a group, of every rank."""
+        metrics = {"global_step": step, **metrics}
+        if dist.get_rank() == 0:
+            self.write(f"Step {step}/{self.total_steps} | {line}")
+            try:
+                with open(self.folder / "metrics.jsonl", "a") as file:
+                    print(json.dumps({"timestamp": time.time(), **metrics}), file=file)
+            except OSError as error:
+                if self.wrote:
+                    self.write(f"WARNING: {self.folder}/metrics.jsonl ends here: {explain(error)}")
+                self.wrote = False
+        with suppress(Exception):  # there may be no run
+            plumbing.wandb_run.log(metrics)
+
+    def close(self):
+        """Draw the curves."""
+        self.bar.close()
+        if dist.get_rank() == 0:
+            try:
+                plot(self.folder)
+            except Exception as error:
+                print(f"There is no new loss.png: {explain(error)}")
+
+
+def plot(folder: Path):
+    """Draw the losses in metrics.jsonl, also those of the runs before, into loss.png."""
+    from matplotlib.figure import Figure  # it takes a second, and is needed at the end only
+
+    curves = {"train/loss": {}, "validation/loss": {}}
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        with suppress(ValueError):  # a line that was cut off when a run was killed
+            metrics = json.loads(line)
+            step = metrics["global_step"]
+            for name in curves.keys() & metrics.keys():
+                # A run that went back to a snapshot replaces what came after it.
+                while curves[name] and next(reversed(curves[name])) >= step:
+                    curves[name].popitem()
+                curves[name][step] = metrics[name]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name, curve in curves.items():
+        axes.plot(curve.keys(), curve.values(), label=name, marker=".")
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=folder.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(folder / "loss.png", dpi=120)
+
+
+def all_start_wandb(args, folder: Path, run_id: str):
+    """Log to Weights & Biases from here on: rank 0 or, in a group, every rank to its own run."""
+    if args.wandb == "disabled":
+        return  # then wandb is not even imported
+    logs = dist.get_rank() == 0 or args.wandb_group is not None
+    # It may take a minute on one rank, for which no collective should wait.
+    all_patiently(
+        "wandb", args.wandb, start_wandb if logs else lambda *_: None, args, folder, run_id
+    )
+
+
+def start_wandb(args, folder: Path, run_id: str):
+    rank = dist.get_rank()
+    try:
+        import wandb
+
+        plumbing.wandb_run = wandb.init(
+            project="ddp-ladder",
+            mode=args.wandb,
+            config={key: str(value) for key, value in vars(args).items()},
+            dir=folder,
+            name=f"{folder.name}-{rank}",
+            id=f"{run_id}-{rank}",
+            resume="allow",  # a job that goes on from a snapshot goes on in the same run
+            group=args.wandb_group,
+        )
+        for metrics in ("train/*", "validation/*", "time/*"):
+            plumbing.wandb_run.define_metric(metrics, step_metric="global_step")
+    except Exception as error:
+        print(f"Training goes on without wandb: {error}")
+
+
+class Patient(io.TextIOWrapper):
+    """A stream that nobody has to read: a closed pipe or a full disk ends no training."""
+
+    def write(self, text):
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self):
+        with suppress(OSError):
+            super().flush()
+
+
+def print_patiently():
+    """From here on no print fails, be the pipe closed, the disk full or the letter unknown."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w")  # None: it was closed before
+        kind = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": True}
+        setattr(sys, name, Patient(stream.buffer, **kind))

@@ -1,0 +1,103 @@
+"""The options that every real run has."""
+
+import argparse
+import math
+import plumbing
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+POSITIVE = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "log_freq", "eval_freq")
+POSITIVE += ("ckpt_freq", "bucket_cap_mb", "timeout")
+NOT_NEGATIVE = ("lr", "warmup_steps", "weight_decay", "clip_norm", "dropout", "seed")
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+    """A parser with the options below, to which a program adds its own."""
+    layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser(description=doc, epilog="(Defaults in parentheses.)", **layout)
+    parser.error = plumbing.refuse
+    option = parser.add_argument
+    option("--experiment-name", default="default", help="a folder in --save-dir (default)")
+    option("--save-dir", default="outputs", help="for experiments and data (outputs)")
+    option("--batch-size", type=int, default=8, help="sequences in a pass of one process (8)")
+    together = "sequences in a step of all processes (batch size * processes)"
+    option("--global-batch-size", type=int, help=together)
+    option("--num-epochs", type=int, default=1, help="how often to go through the data (1)")
+    option("--max-steps", type=int, help="train so many steps, whatever --num-epochs is")
+    option("--lr", type=float, help="highest learning rate (from the model's width, or 5e-5)")
+    warmup = "of a rising learning rate (a tenth of all, up to 2000)"
+    option("--warmup-steps", type=int, help=warmup)
+    option("--weight-decay", type=float, default=0.1, help="of matrices (0.1)")
+    option("--clip-norm", type=float, default=1.0, help="longest gradient, 0: any (1.0)")
+    dropout = "probability (0; for pretrained weights the model's own)"
+    option("--dropout", type=float, help=dropout)
+    option("--seed", type=int, help="fixes initial weights, order and dropout (0)")
+    option("--log-freq", type=int, default=10, help="steps from one line to the next (10)")
+    evaluation = "steps from one evaluation to the next (250)"
+    option("--eval-freq", type=int, default=250, help=evaluation)
+    snapshot = "steps from one snapshot to the next (250)"
+    option("--ckpt-freq", type=int, default=250, help=snapshot)
+    resume = "snapshot: latest, the number of a step, none (latest)"
+    option("--resume", default="latest", help=resume)
+    types = ("auto", "bfloat16", "float32")
+    option("--dtype", choices=types, default="auto", help="of products")
+    yes_or_no = argparse.BooleanOptionalAction
+    option("--compile", action=yes_or_no, help="with torch.compile (on a GPU)")
+    bucket = "MiB of gradients sent at once (100)"
+    option("--bucket-cap-mb", type=int, default=100, help=bucket)
+    option("--timeout", type=int, default=600, help="seconds to wait for another rank (600)")
+    option("--bind-cpus", action="store_true", help="give each process CPU cores of its own")
+    modes = {"choices": ("disabled", "offline", "online"), "default": "disabled"}
+    option("--wandb", help="offline needs no account (disabled)", **modes)
+    option("--wandb-group", help="log every rank, in a group of this name (rank 0 only)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, check_own: Callable) -> argparse.Namespace:
+    """Read the command line, with hyphens or underscores. A mistake is told by all ranks later."""
+    names = re.compile("^--[A-Za-z_]+")
+    typed = [names.sub(lambda name: name[0].replace("_", "-"), each) for each in sys.argv[1:]]
+    try:
+        args = parser.parse_args(typed)
+        check(args)
+        check_own(args)
+    except ValueError as mistake:
+        return argparse.Namespace(timeout=600, mistake=str(mistake))
+    args.typed_seed, args.seed = args.seed, args.seed or 0
+    return args
+
+
+def check(args: argparse.Namespace):
+    """Raise a ValueError that says what is wrong with the options that every real run has."""
+    least = dict.fromkeys(POSITIVE, 1) | dict.fromkeys(NOT_NEGATIVE, 0)
+    for name, value in least.items():
+        given = getattr(args, name)
+        limit = math.inf if isinstance(given, float) else 2**31
+        if given is not None and not value <= given < limit:
+            plumbing.refuse(f"{name.replace('_', '-')}: at least {value}, not {given}")
+    if not (args.resume in ("latest", "none") or re.fullmatch("[1-9][0-9]{0,7}", args.resume)):
+        plumbing.refuse(f"resume: give latest, none or the number of a step, not {args.resume!r}")
+    name = args.experiment_name
+    if name in ("", "..") or name != Path(name).name:
+        plumbing.refuse(f"experiment-name: give the name of a folder, not {name!r}")
+    folder = Path(args.save_dir) / args.experiment_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # better told now than at the first save
+    except OSError as error:
+        plumbing.refuse(f"save-dir: cannot write in {folder} ({error.strerror}): choose another")
+
+
+def choose(args: argparse.Namespace, device: torch.device):
+    """Fill in what follows from the device."""
+    on_gpu = device.type == "cuda"
+    args.compile = on_gpu if args.compile is None else args.compile
+    if args.dtype == "auto":
+        fast = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
+        args.dtype = "bfloat16" if fast else "float32"
+    args.fits = False  # that is to be seen

@@ -1,0 +1,209 @@
+"""Snapshots of a run: written beside the training, the newest of any machine found again."""
+
+import itertools
+import os
+import plumbing
+import shutil
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+
+from training.job import explain
+
+ANOTHER = "choose another --experiment-name"
+ABOUT = {"steps_run", "seed", "global_batch_size", "best_loss", "wandb_id"}
+UMASK = os.umask(0)  # it cannot be asked for without being set
+os.umask(UMASK)
+
+
+class Snapshots:
+    """The last two snapshots of an experiment, in `folder`/snapshots, and models beside them.
+
+    A snapshot is a dict: a tree of tensors, and beside it plain values: `steps_run`, `wandb_id`, by
+    which a job is known, and others. `problem` says why the last save failed, or is None.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.problem = None
+        self.writer, self.buffers = ThreadPoolExecutor(1), {}
+        self.writing = self.writer.submit(lambda: None)
+
+    def all_lock(self):
+        """Two jobs must not write in one folder. The end of the process opens the lock again."""
+        problem = None
+        if dist.get_rank() == 0:
+            self.lock = FileLock(self.folder / "lock")
+            try:
+                self.lock.acquire(timeout=10)  # the job before may be on its way out
+            except Timeout:
+                problem = f"experiment-name: another job is writing in {self.folder}"
+            except (OSError, NotImplementedError) as error:
+                problem = f"save-dir: cannot lock {self.folder}: {explain(error)}: choose another"
+        plumbing.all_exit_if(problem)
+
+    def paths(self) -> list[Path]:
+        """The snapshots on this machine, newest first."""
+        return sorted(self.folder.glob(f"snapshots/step-{'[0-9]' * 8}.pt"), reverse=True)
+
+    def make_buffers(self, tensors: dict):
+        """Take the memory for copies of these before the first save needs it."""
+        self.writing = self.writer.submit(self._copy_to_host, tensors)
+
+    def save(self, tensors: dict, about: dict, exports: dict[str, Callable], tell: Callable):
+        """Save a snapshot, unless `about` is empty, and models. Training waits for a copy only.
+
+        exports[name](weights, path) writes a model to the folder `path`; then it is called `name`.
+        tell(line) is called once each is there.
+        """
+        self.writing.result()  # the buffers are free once the last save is on the disk
+        tensors = self._copy_to_host(tensors)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        # A name of its own, so that two of the same step are not taken for one.
+        about = about and about | {"name": uuid.uuid4().hex}
+        self.writing = self.writer.submit(self._write, tensors, about, exports, tell)
+
+    def _copy_to_host(self, value):
+        """Copy the tensors in `value`, a tree of dicts, into buffers that all saves use."""
+        if isinstance(value, dict):
+            return {key: self._copy_to_host(item) for key, item in value.items()}
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = value.data_ptr()  # tied weights are one tensor with two names: they stay one
+        if key not in self.buffers:
+            pin = value.device.type == "cuda"  # what is pinned is copied to at full speed
+            self.buffers[key] = torch.empty_like(value, device="cpu", pin_memory=pin)
+        return self.buffers[key].copy_(value, non_blocking=True)
+
+    def _write(self, tensors, about, exports, tell):
+        """Runs in a thread beside the training."""
+        try:
+            for name, export in exports.items():
+                self._replace_folder(self.folder / name, export, tensors["model"])
+                tell(f"Model saved at {self.folder / name}")
+            if about:
+                path = self.folder / "snapshots" / f"step-{about['steps_run']:08}.pt"
+                path.parent.mkdir(exist_ok=True)
+                plumbing.save_atomically(tensors | about, str(path))
+                for old in [other for other in self.paths() if other < path][1:]:
+                    old.unlink()  # the last but one is kept, in case that the last is damaged
+                tell(f"Training snapshot saved at {path}")
+        except Exception as error:
+            while error.__context__:  # torch.save fails once more where it ends the file
+                error = error.__context__
+            why = f"{explain(error)}. The last snapshot stays"
+            self.problem = f"cannot save in {self.folder}: {why}"
+
+    def _replace_folder(self, path, write, weights):
+        """Have a folder written, and put it in the place of `path`, which so is always whole."""
+        temporary, replaced = path.with_suffix(".tmp"), path.with_suffix(".old")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
+        write(weights, temporary)
+        for file in temporary.iterdir():
+            file.chmod(0o666 & ~UMASK)  # safetensors makes files that nobody else can read
+        if path.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
+        temporary.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def all_load(self, asked: str, tensors: dict, refusal: Callable) -> dict | None:
+        """Fill `tensors` from the newest snapshot on any machine; return its plain values, or None.
+
+        `asked` is latest, none or the number of a step. refusal(snapshot) says why one that is
+        whole must not be used here, or is None: then all end.
+        """
+        paths, problem = self.paths(), None
+        if asked == "none" and paths:
+            problem = f"resume: {self.folder} has snapshots: {ANOTHER}"
+        plumbing.all_exit_if(problem)
+        if asked.isdecimal():
+            paths = [path for path in paths if int(path.stem[5:]) == int(asked)]
+        snapshot, damaged = self._newest_whole(paths)
+        problem = snapshot and (refusal(snapshot) or misfit(tensors, snapshot))
+        problem = problem and f"{self.folder} is of another run: {problem}: to keep it, {ANOTHER}"
+        plumbing.all_exit_if(problem)
+        about = {key: snapshot[key] for key in snapshot if key not in tensors} if snapshot else None
+        # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, (about, list(damaged.values())))
+        abouts, lines = zip(*found, strict=True)
+        lines = sorted(set(itertools.chain(*lines)))
+        newest = max(filter(None, abouts), key=lambda about: about["steps_run"], default=None)
+        if lines and not newest:
+            problem = lines[-1]
+        elif asked.isdecimal() and not newest:
+            problem = f"resume: there is no snapshot of step {asked} in {self.folder}"
+        elif len({about["wandb_id"] for about in abouts if about}) > 1:
+            problem = f"{self.folder} is not of the same job on all machines: move the others away"
+        plumbing.all_exit_if(problem)
+        if dist.get_rank() == 0:
+            for line in lines:
+                what = line.partition(": ")[0]
+                print(f"WARNING: {what}. Another one is used, and this one is renamed")
+        if newest:
+            everywhere = all(about == newest for about in abouts)
+            mine = snapshot if about == newest else None
+            all_fill(tensors, mine, None if everywhere else abouts.index(newest))
+        self._put_away(damaged, newest["steps_run"] if newest else 0)
+        return newest
+
+    def _newest_whole(self, paths):
+        """The first snapshot that can be read, or None, and {path: why not} for those before it."""
+        damaged = {}
+        for path in paths:
+            try:
+                return plumbing.load_whole(str(path), ABOUT, mmap=True), damaged
+            except ValueError as error:
+                damaged[path] = f"{path} {error}, or {ANOTHER}"
+        return None, damaged
+
+    def _put_away(self, damaged, steps_run):
+        """Leave no half file, and nothing that would be taken for the newest from here on."""
+        for path in self.folder.glob("snapshots/*.tmp"):  # a save was cut off here
+            path.unlink(missing_ok=True)
+        for path in self.paths():
+            if path in damaged or int(path.stem[5:]) > steps_run:
+                with suppress(FileNotFoundError):  # another rank of this machine was faster
+                    path.rename(path.with_suffix(".unused"))
+
+
+def misfit(tensors: dict, snapshot: dict, name: str = "") -> str | None:
+    """The first tensor that is missing in a snapshot or has another shape, in words, or None."""
+    for key, tensor in tensors.items():
+        there = snapshot.get(key)
+        if isinstance(tensor, dict) and isinstance(there, dict):
+            problem = misfit(tensor, there, f"{name} {key}")
+            if problem:
+                return problem
+        elif getattr(there, "shape", None) != getattr(tensor, "shape", None):
+            shapes = (
+                list(each.shape) if each is not None else "missing" for each in (there, tensor)
+            )
+            return "{} is {} there, {} here".format(f"{name} {key}".strip(), *shapes)
+    return None
+
+
+def all_fill(tensors: dict, snapshot: dict | None, source: int | None):
+    """Copy this rank's snapshot into `tensors`, if it has one. Then all take those of `source`."""
+    for key, tensor in tensors.items():
+        if isinstance(tensor, dict):
+            all_fill(tensor, snapshot and snapshot[key], source)
+            continue
+        if snapshot:
+            tensor.copy_(snapshot[key])
+        if source is not None:
+            dist.broadcast(tensor, source)
+
+
+def differences(there: dict, here: dict) -> str:
+    """What has another value in a snapshot than here, in words. What one does not have is equal."""
+    names = [name for name in there if name in here and there[name] != here[name]]
+    return ", ".join(f"{name} is {there[name]} there, {here[name]} here" for name in names)
