@@ -14,6 +14,7 @@ A name is one of the Hugging Face hub, or local. A model: a folder, or a config.
 text file, JSON lines or parquet with a column of text, or a folder of such files.
 """
 
+import hashlib
 import math
 import plumbing  # first: it notes the parent of this process, to end when the parent does
 import signal
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm.data import TokenDataset, all_load_datasets
-from llm.model import NO_TARGET, cross_entropy, flops_per_token, load_model
+from llm.model import NO_TARGET, cross_entropy, describe, flops_per_token, load_model, width
 from training import options
 from training.job import all_bind_cpus, all_patiently, ddp_setup, explain
 from training.memory import exit_out_of_memory
@@ -54,6 +55,9 @@ class LanguageModelTrainer(Trainer):
         self.exported.generation_config = model.generation_config
         if dist.get_rank() == 0:
             self._print_model_and_data(train_data.dataset, args)
+        run |= describe(model.config)
+        if args.init == "pretrained":
+            run["weights to start from"] = (self._fingerprint(model), args.model_name)
         folder = Path(args.save_dir) / args.experiment_name
         super().__init__(model, train_data, optimizer, folder, device, args, run)
 
@@ -65,9 +69,16 @@ class LanguageModelTrainer(Trainer):
             f" | Vocabulary: {self.vocab_size} | FLOPs per token: {flops}\n"
             f"Memory: {16 * count / 2**30:.2f} GiB a process for weights, gradients and optimizer"
             f" | Matrix products: {args.dtype} | Compiled: {'yes' if args.compile else 'no'}\n"
-            f"Data: {args.dataset_name} | Tokens: {len(train_set) * args.seq_length:,} in"
-            f" {len(train_set):,} sequences of {args.seq_length}, and {len(self.held_out):,} held out"
+            f"Data: {args.dataset_name} | Tokens: {len(train_set) * args.seq_length:,}"
+            f" in {len(train_set):,} sequences of {args.seq_length},"
+            f" and {len(self.held_out):,} held out"
         )
+
+    def _another_run(self, snapshot):
+        if "tokens" in snapshot:  # of an older version
+            data, _, length = snapshot["tokens"].partition(", in sequences of ")
+            snapshot["run"] = {"data": (data, "other data"), "sequence length": int(length)}
+        return super()._another_run(snapshot)
 
     def _compile(self):
         super()._compile()
@@ -115,13 +126,20 @@ class LanguageModelTrainer(Trainer):
         )
         return loss
 
+    def _without_padding(self, weights):
+        """The weights without the rows that were added for speed."""
+        shapes = {name: tensor.shape for name, tensor in self.exported.state_dict().items()}
+        return {name: weights[name][tuple(map(slice, shapes[name]))] for name in shapes}
+
+    def _fingerprint(self, model):
+        """A number by which weights are known, on any machine: sums of bits have no rounding."""
+        weights = self._without_padding(model.state_dict()).values()
+        sums = [each.float().view(torch.int32).sum(dtype=torch.int64).item() for each in weights]
+        return hashlib.sha256(str(sums).encode()).hexdigest()
+
     def _export(self, weights, path):
         """Write model and tokenizer in transformers' own format, which from_pretrained loads."""
-        weights = {  # without the rows that were added for speed
-            name: weights[name][tuple(map(slice, tensor.shape))]
-            for name, tensor in self.exported.state_dict().items()
-        }
-        self.exported.load_state_dict(weights, assign=True)
+        self.exported.load_state_dict(self._without_padding(weights), assign=True)
         self.exported.tie_weights()
         self.exported.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
@@ -130,7 +148,7 @@ class LanguageModelTrainer(Trainer):
 def load_train_objs(args):
     tokenizer, model = load_model(args)  # load your tokenizer and your model
     if args.lr is None:  # GPT-3's rate for GPT-2's width, the less the wider; less to fine-tune
-        args.lr = 5e-5 if args.init == "pretrained" else 6e-4 * 768 / model.config.hidden_size
+        args.lr = 5e-5 if args.init == "pretrained" else 6e-4 * 768 / width(model.config)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
@@ -215,7 +233,8 @@ def build_trainer(args) -> LanguageModelTrainer:
         "model-name", args.model_name, load_train_objs, args
     )
     train_set, held_out, digest = all_load_datasets(args, tokenizer)
-    run = {"data": digest, "sequence length": args.seq_length, "optimizer": "AdamW"}
+    run = {"data": (digest, args.dataset_name), "sequence length": args.seq_length}
+    run["weights to start from"] = "fresh"
     train_data = prepare_dataloader(train_set, args, device)
     return LanguageModelTrainer(
         model, tokenizer, train_data, held_out, optimizer, device, args, run

@@ -61,10 +61,10 @@ def local(tmp_path_factory):
     import pyarrow.parquet
     from transformers import AutoModelForCausalLM, GPT2Config, GPTNeoConfig
 
-    import train_llm
+    from llm.model import load_tokenizer
 
     folder = tmp_path_factory.mktemp("local")
-    tokenizer = train_llm.load_tokenizer("bytes")
+    tokenizer = load_tokenizer("bytes")
     sizes = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256}
     gpt2 = GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **sizes)
     types = [[["global", "local"], 1]]

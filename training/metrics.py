@@ -119,6 +119,9 @@ class Log:
     def log(self, step: int, line: str, metrics: dict):
         """Print the line, on rank 0, and log the metrics there or, in a group, of every rank."""
         metrics = {"global_step": step, **metrics}
+        if "train/loss" in metrics:
+            speed = metrics["train/tokens_per_second"]
+            self.bar.set_postfix_str(f"loss {metrics['train/loss']:.4f}, {speed:,.0f} tokens/s")
         if dist.get_rank() == 0:
             self.write(f"Step {step}/{self.total_steps} | {line}")
             try:
@@ -163,6 +166,18 @@ def plot(folder: Path):
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=120)
+
+
+def line_of_step(metrics: dict) -> str:
+    """What the terminal shows of them."""
+    mfu = f"{metrics['train/mfu']:.1%}" if metrics["train/mfu"] else "unknown"
+    times = (f"{key[5:]} {part:.0%}" for key, part in metrics.items() if key.startswith("time/"))
+    return (
+        f"Loss: {metrics['train/loss']:.4f} | LR: {metrics['train/lr']:.2e}"
+        f" | Grad norm: {metrics['train/grad_norm']:.2f}"
+        f" | Tokens/s: {metrics['train/tokens_per_second']:,.0f} | MFU: {mfu}"
+        f" | Memory: {metrics['train/memory_gib']:.1f} GiB | Time: {', '.join(times)}"
+    )
 
 
 def all_start_wandb(args, folder: Path, run_id: str):

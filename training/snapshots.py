@@ -204,6 +204,29 @@ def all_fill(tensors: dict, snapshot: dict | None, source: int | None):
 
 
 def differences(there: dict, here: dict) -> str:
-    """What has another value in a snapshot than here, in words. What one does not have is equal."""
-    names = [name for name in there if name in here and there[name] != here[name]]
-    return ", ".join(f"{name} is {there[name]} there, {here[name]} here" for name in names)
+    """What is another in a snapshot than here, in words. What one of them does not have is equal.
+
+    A pair is (what it is known by, how it is called), and only the first is compared.
+    """
+    told = []
+    for name in [name for name in there if name in here]:
+        old, new = (
+            (each if isinstance(each, tuple) else (each, each))
+            for each in (there[name], here[name])
+        )
+        if old[0] != new[0]:
+            words = (str(b) if a == b else f"{b} ({a:.12})" for a, b in (old, new))
+            told.append("{} is {} there, {} here".format(name, *words))
+    return ", ".join(told)
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer):
+    """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()

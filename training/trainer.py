@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 from training.job import all_count_machines
 from training.memory import all_fit_batch_size, first_not_finite
-from training.metrics import Log, Stopwatch, memory_used, peak_flops, sum_gradients
+from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops, sum_gradients
 from training.sampler import all_exit_on_remainder
 from training.signals import StopSignals
-from training.snapshots import ANOTHER, Snapshots, differences
+from training.snapshots import ANOTHER, Snapshots, differences, make_optimizer_state
 
 
 class Trainer:
@@ -54,8 +54,8 @@ class Trainer:
         self.optimizer = optimizer
         self.device = device
         self.args = args
-        self.run = run
-        self.wandb_id = uuid.uuid4().hex[:8]
+        self.run = run | {"optimizer": type(optimizer).__name__}
+        self.wandb_id = uuid.uuid4().hex[:8]  # rank 0's identifies the job
         self.steps_run = 0
         self.steps_evaluated = 0
         self.best_loss = math.inf
@@ -89,6 +89,11 @@ class Trainer:
 
     def _load_snapshot(self):
         """Go on from the newest snapshot on any machine, or from the step that --resume names."""
+        ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, (self.wandb_id, self.run))
+        self.wandb_id, run = ranks[0]
+        other = next(filter(None, (differences(run, each) for _, each in ranks)), "")
+        plumbing.all_exit_if(f"not the same on all machines: {other}" if other else None)
         about = self.snapshots.all_load(self.args.resume, self._tensors(), self._another_run)
         if about:
             self.steps_run = self.sampler.first_step = about["steps_run"]
@@ -123,7 +128,7 @@ class Trainer:
 
     def _print_changes(self, about):
         """Tell what is not as it was, and what follows from it."""
-        if "run" not in about:
+        if "settings" not in about:
             print("It is of an older version: model, weights, optimizer, schedule are not compared")
             return
         before, now = about["settings"], self._settings()
@@ -232,15 +237,7 @@ class Trainer:
             "train/memory_gib": memory_used(self.device) / 2**30,
             **{f"time/{name}": part for name, part in parts.items()},
         }
-        mfu = f"{mfu:.1%}" if mfu else "unknown"
-        self.log.bar.set_postfix_str(f"loss {loss:.4f}, {speed:,.0f} tokens/s, MFU {mfu}")
-        line = (
-            f"Loss: {loss:.4f} | LR: {metrics['train/lr']:.2e} | Grad norm: {norm:.2f}"
-            f" | Tokens/s: {speed:,.0f} | MFU: {mfu}"
-            f" | Memory: {metrics['train/memory_gib']:.1f} GiB"
-            f" | Time: {', '.join(f'{name} {part:.0%}' for name, part in parts.items())}"
-        )
-        self.log.log(self.steps_run, line, metrics)
+        self.log.log(self.steps_run, line_of_step(metrics), metrics)
 
     def _tensors(self):
         """All that a snapshot has to put back, but plain values."""
@@ -343,18 +340,6 @@ class Trainer:
                     self.best_loss = loss
                     exports.append("best")
         return stop, exports
-
-
-def make_optimizer_state(optimizer: torch.optim.Optimizer):
-    """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()
 
 
 def learning_rate(step: int, highest: float, warmup_steps: int, total_steps: int) -> float:

@@ -46,9 +46,19 @@ LESSONS = {
     },
 }
 
+# The house of real runs: who may import whom, since arrows go down only. An entry script first.
+ROOMS = {path.stem: {path.stem, "training"} for path in [ROOT / "llm", ROOT / "translation"]}
+ROOMS = {name: rooms for name, rooms in ROOMS.items() if (ROOT / name).exists()}
+ROOMS |= {f"train_{name}.py": {name, "training"} for name in ROOMS} | {"training": {"training"}}
+HOUSE = {
+    str(path.relative_to(ROOT)): rooms
+    for name, rooms in ROOMS.items()
+    for path in ([ROOT / name] if name.endswith(".py") else sorted((ROOT / name).glob("*.py")))
+}
+
 # A page is what can be read at one sitting: lines of a file, at most, and of one function.
 LINES = {"single_gpu.py": 95, "multigpu.py": 125, "multigpu_torchrun.py": 155, "multinode.py": 170}
-LINES |= {"plumbing.py": 350}
+LINES |= dict.fromkeys(["plumbing.py", *HOUSE], 350)
 LINES_OF_A_FUNCTION = 50
 
 # And of a lesson: lines that are new, and lines that are gone, at most.
@@ -64,8 +74,10 @@ LAUNCHER_SETS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 LAUNCHER_SETS |= {"MASTER_ADDR", "MASTER_PORT"}
 PLUMBING_SETS = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
 
-# Of plumbing.py: what by its purpose is done once on each machine.
-ONCE_A_MACHINE = {"all_exit_if"}
+# What by its purpose is done once on each machine, or counts machines.
+ONCE_A_MACHINE = {"plumbing.py": {"all_exit_if"}}
+ONCE_A_MACHINE |= {"training/job.py": {"all_count_machines"}}
+ONCE_A_MACHINE |= {"llm/data.py": {"prepare_tokens"}}
 # What all ranks call and is not named so: a script's first steps, when no rank can wait for another
 # yet.
 ALL_BY_NATURE = {"parse_args", "require_torchrun"}
@@ -115,15 +127,6 @@ def test_each_step_of_the_ladder_has_its_lesson():
     assert list(LESSONS) == list(pairwise(LADDER))
 
 
-def test_train_llm_has_the_same_parts():
-    """Who knows multinode.py finds the way in train_llm.py, which has code of its own in them."""
-    before, after = parts("multinode.py"), parts("train_llm.py")
-    shared = [name for name in before if name in after]
-    # Two methods of the same steps come later, since they are reached from others here.
-    assert set(before) - set(shared) == {"Trainer._run_epoch", "Trainer._save_snapshot"}
-    assert [name for name in after if name in before] == shared
-
-
 @pytest.mark.parametrize("old, new", LESSONS)
 def test_a_lesson_is_short(old, new):
     """The diff between neighbours has few lines."""
@@ -145,14 +148,36 @@ def test_a_script_fits_on_a_page(script):
 @pytest.mark.parametrize("script", [*LADDER, "plumbing.py", "datautils.py"])
 def test_arrows_go_down_only(script):
     """A script needs plumbing.py and datautils.py beside it, and these two nothing."""
-    imported = set()
+    ours = {name.partition(".")[0] for name in imported(script)} & OURS
+    assert ours == ({"plumbing", "datautils"} if script in LADDER else set())
+
+
+@pytest.mark.parametrize("script", HOUSE)
+def test_arrows_go_down_only_in_real_runs(script):
+    """A script needs its package, this needs training/, and this plumbing.py."""
+    ours = {name.partition(".")[0] for name in imported(script)} & OURS
+    assert ours <= HOUSE[script] | {"plumbing"}
+
+
+def test_no_two_modules_need_each_other():
+    """Who reads a module finds what it needs in modules that do not need it."""
+    modules = {script[:-3].replace("/", "."): script for script in HOUSE}
+    needs = {name: imported(script) & modules.keys() for name, script in modules.items()}
+    while free := {name for name in needs if not needs[name]}:
+        needs = {name: needs[name] - free for name in needs.keys() - free}
+    assert needs == {}
+
+
+def imported(script):
+    """The modules that a file imports, and those of a package that it takes by `from`."""
+    found = set()
     for node in ast.walk(ast.parse((ROOT / script).read_text())):
         if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            imported.add((node.module or "").partition(".")[0])
             assert node.level == 0
-    assert imported & OURS == ({"plumbing", "datautils"} if script in LADDER else set())
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 @pytest.mark.parametrize("script", LADDER)
@@ -193,12 +218,14 @@ def test_nothing_depends_on_the_local_rank(script):
     assert not depends_on_the_local_rank(ast.parse((ROOT / script).read_text()))
 
 
-def test_what_plumbing_does_once_on_each_machine():
+@pytest.mark.parametrize("script", ["plumbing.py", *HOUSE])
+def test_what_is_done_once_on_each_machine(script):
     """It is known by name, and all else asks for the global rank here as well."""
-    text = (ROOT / "plumbing.py").read_text()
+    text = (ROOT / script).read_text()
     asking = {name for name, node in functions(text).items() if depends_on_the_local_rank(node)}
-    assert asking == ONCE_A_MACHINE
-    rest = [node for node in ast.parse(text).body if not isinstance(node, ast.FunctionDef)]
+    assert asking == ONCE_A_MACHINE.get(script, set())
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    rest = [node for node in ast.parse(text).body if not isinstance(node, kinds)]
     assert not any(map(depends_on_the_local_rank, rest))
 
 
@@ -221,7 +248,7 @@ def test_what_all_ranks_have_to_call_is_named_so():
     assert {name for name in named if name.startswith("all_")} <= together, "a name that lies"
 
 
-@pytest.mark.parametrize("script", [*LADDER, "train_llm.py"])
+@pytest.mark.parametrize("script", [*LADDER, *HOUSE])
 def test_the_environment_is_read_in_ddp_setup_only(script):
     """Where a process is in its job comes from the launcher, and enters at one place.
 
@@ -231,7 +258,7 @@ def test_the_environment_is_read_in_ddp_setup_only(script):
     assert readers <= {"ddp_setup"}
 
 
-@pytest.mark.parametrize("script", [*LADDER, "plumbing.py", "train_llm.py"])
+@pytest.mark.parametrize("script", [*LADDER, "plumbing.py", *HOUSE])
 def test_no_script_knows_that_it_is_tested(script):
     """Scripts that people read hold no test variable, mock hook or dry-run branch."""
     source = (ROOT / script).read_text()
