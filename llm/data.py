@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import plumbing
 import sys
 import zlib
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-import plumbing
 from llm.documents import Documents, choose_files
 from llm.model import NO_TARGET
 from training.job import all_patiently

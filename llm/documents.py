@@ -20,15 +20,16 @@ PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 # Names that the hub's library gives to a split that is not trained on, between such separators.
 HELD_OUT = "test|testing|eval|evaluation|valid|validation|val|dev"
 HELD_OUT = re.compile(rf"(?:^|[-._ 0-9])({HELD_OUT})(?:$|[-._ 0-9])", re.IGNORECASE)
-ABOUT_DATA = ("readme.md", "license", "config.json", "state.json", "dataset_dict.json")
-ABOUT_DATA += ("dataset_info.json", "dataset_infos.json")
+# JSON that the hub's library keeps beside data.
+ABOUT_DATA = ("config.json", "state.json", "dataset_dict.json", "dataset_info.json")
+ABOUT_DATA += ("dataset_infos.json",)
 
 
 class Documents:
     """The documents of a dataset; as a string, what they are made of."""
 
     def __init__(self, name: str, subset: str | None, column: str | None, files: list[Path]):
-        self.files = files
+        self.files = files  # none: a dataset of the hub
         self.tables = open_tables(name, subset, files)
         self.column = choose_column(self.tables, column)
         self.without_text = 0  # rows that are no document
@@ -42,23 +43,21 @@ class Documents:
 
     def __str__(self):
         skipped = f", {self.without_text:,} rows without a text" if self.without_text else ""
-        return f"column {self.column!r}{skipped}" if self.tables else "plain text"
+        split = "" if self.files else "split train, "
+        return f"{split}column {self.column!r}{skipped}" if self.tables else "plain text"
 
     def _read_column(self, read_rows):
-        columns = set()
+        number, columns = 0, set()
         for number, row in enumerate(read_rows(self.column), 1):
             columns.update(row)
             text = row.get(self.column)
+            if problem := why_not_text(text):
+                raise ValueError(f"row {number}: column {self.column!r} {problem}")
             if text is None:
                 self.without_text += 1
-                continue
-            if not isinstance(text, str):
-                kind = type(text).__name__
-                raise ValueError(f"row {number}: column {self.column!r} is a {kind}, not a text")
-            if not text.isascii():
-                text.encode()  # half of a character that has two (in JSON: \\ud83d) is an error
-            yield [text]
-        if columns and self.column not in columns:
+            else:
+                yield [text]
+        if number and self.column not in columns:
             raise ValueError(f"no column {self.column!r}")
 
 
@@ -74,14 +73,13 @@ def choose_files(name: str, saved: Path) -> tuple[list[Path], str]:
     if not path.is_dir():
         return [path] if path.exists() else [], ""
     files, left_out = find_files(path, saved)
-    data = [file for file in files if file.name.lower() not in ABOUT_DATA] or files
-    kinds = {kind_of(file) for file in data}
+    if any(file.name not in ABOUT_DATA for file in files):
+        left_out |= {file: "about the data" for file in files if file.name in ABOUT_DATA}
+    kinds = {kind_of(file) for file in files if file not in left_out}
     kind = next((kind for kind in READERS if kind in kinds), "plain text")
-    for file in set(files):
-        if file not in data:
-            left_out[file] = "about the data"
-        elif kind_of(file) != kind:
-            left_out[file] = f"beside {kind}"
+    for file in files:
+        if kind_of(file) != kind:
+            left_out.setdefault(file, f"beside {kind}")
         elif kind != "plain text" and file.stat().st_size == 0:
             left_out[file] = "empty"
     files = [file for file in files if file not in left_out]
@@ -93,7 +91,7 @@ def choose_files(name: str, saved: Path) -> tuple[list[Path], str]:
     if not files:
         raise ValueError(f"no file to read in that folder{others}. A file that you name is read")
     names = shorten([str(file.relative_to(path)) for file in files])
-    return files, f"Files of {name}: {len(files):,} of {kind} ({names}){others}"
+    return files, f"Files of {name}: {len(files):,} {kind} ({names}){others}"
 
 
 def find_files(folder: Path, saved: Path) -> tuple[list[Path], dict[Path, str]]:
@@ -118,9 +116,9 @@ def find_files(folder: Path, saved: Path) -> tuple[list[Path], dict[Path, str]]:
                 left_out[path] = "linked twice"
             elif reason := why_left_out(path):
                 left_out[path] = reason
-            elif name in names:
-                files.append(path)
-            seen.add(real)
+            else:
+                seen.add(real)
+                files += [path] if name in names else []
         folders[:] = [name for name in folders if Path(place, name) not in left_out]
     return sorted(files), left_out
 
@@ -184,6 +182,15 @@ def choose_column(tables: list, chosen: str | None) -> str | None:
 def first_rows(name, read_rows) -> list[dict]:
     with naming(name):
         return list(itertools.islice(read_rows(None), 100))
+
+
+def why_not_text(value) -> str | None:
+    if not isinstance(value, str | None):
+        return f"is a {type(value).__name__}, not a text"
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:  # in JSON, \ud83d alone
+        return f"has half a character, {error.object[error.start]!r}"
 
 
 def has_text(value) -> bool:
@@ -262,15 +269,16 @@ def parse_json(file: Path):
             except json.JSONDecodeError as error:
                 if is_lines:
                     raise ValueError(f"line {number}, letter {error.colno}: {error.msg}") from None
-                row = None  # one value over several lines
-            is_lines = is_lines or isinstance(row, dict | str)
+                break
+            is_lines = is_lines or not isinstance(row, list)
             if not is_lines:
                 break
             yield row
-    if not is_lines and number:
-        with open_file(file, "rt", encoding="utf-8-sig") as stream:
-            rows = json.load(stream)
-        yield from rows if isinstance(rows, list) else [rows]
+        else:
+            return
+    with open_file(file, "rt", encoding="utf-8-sig") as stream:
+        rows = json.load(stream)
+    yield from rows if isinstance(rows, list) else [rows]
 
 
 def read_csv(file: Path, column: str | None):
@@ -287,7 +295,8 @@ def read_csv(file: Path, column: str | None):
 def read_parquet(file: Path, column: str | None):
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(file) as table:
+    options = {"pre_buffer": False, "buffer_size": 2**20}  # or a whole column is in memory
+    with pyarrow.parquet.ParquetFile(file, **options) as table:
         for batch in table.iter_batches(100, columns=None if column is None else [column]):
             yield from batch.to_pylist()
 
