@@ -32,7 +32,7 @@ def some_tokens(model, rows: int, length: int) -> torch.Tensor:
 
 
 @contextmanager
-def without_traces(model, training: bool):
+def without_traces(model, training: bool, how: str = ""):
     """Within, the model is in training or evaluation. After that nothing has changed in it.
 
     A ValueError tells in one line what went wrong: whatever a model needs that it is not given.
@@ -44,7 +44,7 @@ def without_traces(model, training: bool):
             yield model.train(training)
         except Exception as error:
             why = " ".join(str(error).split())
-            raise ValueError(f"it cannot be trained on text alone: {why}") from error
+            raise ValueError(f"it cannot be trained on text alone{how}: {why}") from error
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -118,9 +118,11 @@ def try_training(model, dtype: str, length: int) -> tuple[Observer, list[str]]:
         for name, p in learning.items()
     ]
     tokens = some_tokens(model, 2, length + 1)
+    rounded = dtype == "bfloat16"
+    how = " in bfloat16 (try --dtype float32)" if rounded else ""
     try:
-        with without_traces(model, training=True), Observer(length) as observer:
-            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        with without_traces(model, training=True, how=how), Observer(length) as observer:
+            with torch.autocast("cpu", torch.bfloat16, enabled=rounded):
                 logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
             loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
             if not loss.isfinite():

@@ -144,8 +144,12 @@ def set_dropout(config, probability: float | None):
             tell(f"{name}: 0, not {value}: a layer that is left out has no gradients to send")
             setattr(config, name, 0.0)
         elif DROPOUT.search(name) and not isinstance(value, bool):
-            if probability not in (None, value):
+            if probability in (None, value):
+                continue
+            try:
                 setattr(config, name, probability)
+            except Exception:  # a configuration may check what it is given
+                tell(f"dropout: {name} cannot be {probability}: it stays {value}")
 
 
 def width(config) -> int:
@@ -161,12 +165,16 @@ def make_fast(model, dtype: str):
     if dtype == "bfloat16":
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding):
-                module.register_forward_hook(lambda module, inputs, output: output.bfloat16())
+                module.register_forward_hook(round_output)
     # Matrix products are fast only if the number of columns can be divided by 64.
     config = text_config(model.config)
     vocab_size = config.vocab_size
     model.resize_token_embeddings(pad_to_multiple_of=64, mean_resizing=False)
     config.vocab_size = vocab_size
+
+
+def round_output(module, inputs, output):
+    return output.bfloat16() if isinstance(output, torch.Tensor) else output
 
 
 def drop_causal_mask(model, length: int):
@@ -198,7 +206,7 @@ def refuse_unless_causal(model, length: int):
             config = copy.deepcopy(model.config)
             setattr(config, name, True)
             if is_causal(AutoModelForCausalLM.from_config(config).float(), length):
-                cure = f'with "{name}": true in its config.json it is'
+                cure = f'with "{name}": true in its config.json they do not'
     raise ValueError(f"it is not causal: its logits depend on later tokens: {cure}")
 
 

@@ -37,7 +37,7 @@ SIZES = [  # the first pattern that is in the name of a field says how large it 
 ]
 ALSO = {  # what has to fit to those sizes
     "bamba": {"mamba_n_heads": 8},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "dory": {"num_hidden_layers": 6},
     "dots1": {"n_shared_experts": 1},
     "gemma3n_text": {"num_kv_shared_layers": 0},
@@ -98,19 +98,26 @@ def train(model):
     return loss.item() / 64
 
 
-@torch.no_grad()
 def sees_the_future(model) -> bool:
-    """Whether the first logits are others when the text ends earlier: not how load_model asks."""
-    tokens = some_tokens(model.eval(), 1, 16)
-    whole = model(input_ids=tokens, use_cache=False).logits[:, :9]
-    return (whole - model(input_ids=tokens[:, :9], use_cache=False).logits).abs().max() > 2e-5
+    """Whether early logits have a gradient at later tokens: not how load_model asks."""
+    embedded = []
+    layer = model.get_input_embeddings()
+    hook = layer.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    logits = model.eval()(input_ids=some_tokens(model, 1, 16), use_cache=False).logits
+    hook.remove()
+    (gradient,) = torch.autograd.grad(logits[:, :9].square().sum(), embedded[0])
+    assert gradient[:, :9].any()
+    return bool(gradient[:, 9:].any())
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_a_model_that_sees_its_targets_is_refused(kind, tmp_path):
     """An encoder is told what would make it a decoder, and that does."""
-    with pytest.raises(ValueError, match='not causal.*"is_decoder": true in its config.json it is'):
+    with pytest.raises(
+        ValueError, match='not causal.*"is_decoder": true in its config.json they do not'
+    ):
         load(tiny(kind), tmp_path)
+    assert sees_the_future(AutoModelForCausalLM.from_config(tiny(kind)))
     model, _ = load(tiny(kind, is_decoder=True), tmp_path)
     assert not sees_the_future(model)
 
@@ -172,6 +179,13 @@ def test_dropout_reaches_all(kind, tmp_path, capsys):
             model.train()(input_ids=some_tokens(model, 1, 16))
         assert observer.dropouts == expected
     assert "dropout" not in capsys.readouterr().out
+
+
+def test_dropout_that_a_configuration_does_not_take_is_told(tmp_path, capsys):
+    """MPT's attention takes whole numbers only, so 0 or 1."""
+    model, _ = load(tiny("mpt"), tmp_path, dropout=0.1)
+    assert model.config.emb_pdrop == 0.1
+    assert "dropout: attn_pdrop cannot be 0.1: it stays 0" in capsys.readouterr().out
 
 
 def test_dropout_of_pretrained_weights_is_their_own(tmp_path):
