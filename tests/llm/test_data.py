@@ -133,6 +133,18 @@ for content in FOREIGN:
     ).write_bytes(content)
 
 
+def change_about(**fields):
+    def change(path):
+        about = json.loads(path.with_name("tokens.json").read_bytes())
+        path.with_name("tokens.json").write_text(json.dumps(about | fields))
+
+    return change
+
+
+for field, value in (("dtype", "int16"), ("sha256", 1), ("source", ["a"]), ("crc32", 0)):
+    DAMAGES[f"{field} {value}"] = change_about(**{field: value})
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_tokens_are_noticed_and_made_again(local, tmp_path, capsys, damage):
     whole_digest = load(local / "text.txt")[2]

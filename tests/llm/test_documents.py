@@ -295,7 +295,7 @@ def test_a_dataset_that_was_saved_to_disk(tmp_path):
         pyarrow.OSFile("feather.arrow", "wb") as file,
         pyarrow.ipc.new_file(file, table.data.schema) as writer,
     ):
-        writer.write_table(table.data.table)
+        writer.write_table(table.data.table, max_chunksize=90)
     assert read("feather.arrow")[0] == expected
 
 
