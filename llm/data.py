@@ -37,7 +37,7 @@ def prepare_tokens(args, tokenizer) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     word, about = "Cached", load_tokens(folder, checked=True)
     if about is None:
-        with locked(folder, f"Waiting for another job that tokenises {name} in {folder}"):
+        with locked(folder, f"Waiting for another process that tokenises {name} in {folder}"):
             about = load_tokens(folder, checked=True)  # the other job has made them
             if about is None:
                 if (folder / "tokens.json").exists():

@@ -118,8 +118,8 @@ def find_files(folder: Path, saved: Path) -> tuple[list[Path], dict[Path, str]]:
                 left_out[path] = reason
             else:
                 seen.add(real)
-                files += [path] if name in names else []
-        folders[:] = [name for name in folders if Path(place, name) not in left_out]
+                files += [] if path.is_dir() else [path]
+        folders[:] = [name for name in sorted(folders) if Path(place, name) not in left_out]
     return sorted(files), left_out
 
 
@@ -135,6 +135,7 @@ def why_left_out(path: Path) -> str | None:
 
 
 def shorten(names: list[str]) -> str:
+    names = [repr(name)[1:-1] for name in names]  # one line, and what any terminal can show
     return ", ".join(names) if len(names) <= 3 else f"{names[0]}, {names[1]} … {names[-1]}"
 
 
@@ -186,7 +187,7 @@ def first_rows(name, read_rows) -> list[dict]:
 
 def why_not_text(value) -> str | None:
     if not isinstance(value, str | None):
-        return f"is a {type(value).__name__}, not a text"
+        return f"is of type {type(value).__name__}, not a text"
     try:
         (value or "").encode()
     except UnicodeEncodeError as error:  # in JSON, \ud83d alone
@@ -253,7 +254,7 @@ def read_json(file: Path, column: str | None):
     """
     for number, row in enumerate(parse_json(file), 1):
         if not isinstance(row, dict | str):
-            raise ValueError(f"row {number} is a {type(row).__name__}, not an object")
+            raise ValueError(f"row {number} is of type {type(row).__name__}, not an object")
         yield {"text": row} if isinstance(row, str) else row
 
 

@@ -5,11 +5,13 @@ import fcntl
 import json
 import os
 import pickle
+import sys
 import threading
 import time
 from argparse import Namespace
 from pathlib import Path
 
+import launch
 import numpy as np
 import pytest
 import torch
@@ -184,7 +186,7 @@ def test_a_problem_while_tokenising_leaves_nothing_and_is_one_line(tmp_path, cap
     with pytest.raises(SystemExit) as stop:
         load("rows.jsonl")
     error = capsys.readouterr().err.splitlines()[-1]
-    problem = "rows.jsonl: row 201: column 'text' is a int, not a text (ValueError)"
+    problem = "rows.jsonl: row 201: column 'text' is of type int, not a text (ValueError)"
     assert stop.value.code == 2 and error == f"ERROR: dataset-name rows.jsonl: {problem}"
     (folder,) = Path("outputs").iterdir()
     assert [path.name for path in folder.iterdir()] == ["lock"]
@@ -200,7 +202,7 @@ def test_a_wait_for_another_job_is_told_once(local, tmp_path, capsys):
         lines = load_and_listen(capsys, local / "text.txt")
         assert time.monotonic() - begin > 2
         name = local / "text.txt"
-        assert lines[0] == f"Waiting for another job that tokenises {name} in FOLDER"
+        assert lines[0] == f"Waiting for another process that tokenises {name} in FOLDER"
         assert lines[1].startswith("Tokenised") and len(lines) == 2
         fcntl.flock(other_job, fcntl.LOCK_EX)
         assert load_and_listen(capsys, local / "text.txt")[0].startswith("Cached"), "no lock needed"
@@ -238,3 +240,31 @@ def test_a_batch_of_pieces_is_short_enough_for_the_memory_of_its_tokens():
     assert sum(sizes, []) == [len(text) for text, _ in pieces]
     assert [len(size) for size in sizes[:2]] == [128, 128]
     assert max(map(sum, sizes)) <= 2**22 + 2**18
+
+
+TOKENISE = """
+import resource, sys
+import torch.distributed as dist
+from argparse import Namespace
+from llm.data import all_load_datasets
+from llm.model import load_tokenizer
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+options = {"dataset_subset": None, "text_column": None, "save_dir": "outputs", "timeout": 600}
+args = Namespace(dataset_name=sys.argv[1], seq_length=8, batch_size=4, **options)
+all_load_datasets(args, load_tokenizer("bytes"))
+print("MiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+"""
+
+
+@pytest.mark.long
+def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
+    """A file that is four times as long needs no more memory, but for what the allocator keeps."""
+    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
+    used = []
+    for count in (12, 48):
+        with open("text.txt", "w") as file:
+            file.writelines(["a line of a text\n" * (10**6 // 17)] * count)
+        output = launch.run([sys.executable, "-c", TOKENISE, "text.txt"])
+        used.append(int(output.split("MiB:")[1]))
+    assert used[1] < 1.3 * used[0], used

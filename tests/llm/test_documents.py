@@ -81,19 +81,19 @@ REFUSED = {
     "a list": (
         [{"text": "a"}, {"text": ["a", "b"]}],
         None,
-        "file.jsonl: row 2: column 'text' is a list, not a text",
+        "file.jsonl: row 2: column 'text' is of type list, not a text",
     ),
     "a number": (
         [{"text": 1}],
         None,
-        "file.jsonl: row 1: column 'text' is a int, not a text",
+        "file.jsonl: row 1: column 'text' is of type int, not a text",
     ),
     "half a character": (
         [{"text": "a\ud83d"}],
         None,
         "file.jsonl: row 1: column 'text' has half a character, '\\ud83d'",
     ),
-    "no object": ([{"text": "a"}, ["b"]], None, "file.jsonl: row 2 is a list, not an object"),
+    "no object": ([{"text": "a"}, ["b"]], None, "file.jsonl: row 2 is of type list, not an object"),
     "no rows": ([], None, "there are no rows"),
 }
 
@@ -109,7 +109,7 @@ def test_what_has_two_readings_or_none_is_refused(case):
 
 def test_a_list_in_parquet_and_a_column_that_one_file_lacks(tmp_path):
     write_table("list.parquet", {"text": ["a", "b"]})
-    with pytest.raises(ValueError, match="list.parquet: row 1: column 'text' is a list, not a tex"):
+    with pytest.raises(ValueError, match="list.parquet: row 1: column 'text' is of type list, not"):
         read("list.parquet")
     for write, suffix in ((write_rows, "jsonl"), (write_table, "parquet")):
         write(f"{suffix}/1.{suffix}", {"text": "a"})
@@ -171,6 +171,15 @@ def test_a_line_about_many_files_is_short(tmp_path):
     files = "2,000 plain text (0000.txt, 0001.txt … 1999.txt)"
     others = "2,001 of split test (test, test_0000.txt … test_1999.txt)"
     assert line == f"Files of many: {files}, left out: {others}"
+
+
+def test_names_of_any_letters_stay_in_their_line(tmp_path):
+    Path("a").mkdir()
+    for number, name in enumerate((b"a\nb.txt", b"it's.txt", b"\xff.txt", "ü.txt".encode())):
+        (Path("a") / os.fsdecode(name)).write_text(str(number))
+    texts, _, line = read("a")
+    assert sorted(texts) == ["0", "1", "2", "3"]
+    assert line.encode() and r"a\nb.txt, it's.txt … \udcff.txt" in line
 
 
 def test_folder_as_a_clone_of_the_hub_has_it(tmp_path):
