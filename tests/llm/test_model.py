@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GPT2C
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llm import model as llm_model
-from llm.check import Observer, is_causal, some_tokens
+from llm.check import Observer, is_causal, some_tokens, without_traces
 from llm.model import cross_entropy, describe, flops_per_token, load_model, text_config, width
 
 SIZES = [  # the first pattern that is in the name of a field says how large it may be (0: as it is)
@@ -225,6 +225,39 @@ def test_weights_are_as_ever_and_the_trial_leaves_no_trace(tmp_path):
         assert all(p.grad is None and p.requires_grad for p in model.parameters())
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
         assert all(m.training for m in model.modules()) and model.config.vocab_size == 257
+
+
+def test_what_is_done_within_leaves_no_trace():
+    """Neither running means nor random numbers go on, even when it fails."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout()).eval()
+    means, state = model[0].running_mean.clone(), torch.get_rng_state()
+    with pytest.raises(ValueError, match="on text alone: two lines$"):
+        with without_traces(model, training=True):
+            model(torch.ones(2, 3))
+            assert not model[0].running_mean.equal(means)
+            raise RuntimeError("two\nlines")
+    assert model[0].running_mean.equal(means) and state.equal(torch.get_rng_state())
+    assert not model.training and not model[1].training
+
+
+@pytest.mark.parametrize(
+    "kind, fields, attention",
+    [
+        ("llama", {}, "causal"),
+        ("mistral", {"sliding_window": 32}, "sdpa"),
+        ("gemma3_text", {"sliding_window": 32}, "sdpa"),
+        ("falcon", {"alibi": True}, "sdpa"),
+    ],
+)
+def test_only_a_mask_that_is_merely_causal_is_dropped(kind, fields, attention, tmp_path):
+    """Attention computes what it did, beyond the length of a trial, too."""
+    config = tiny(kind, **fields)
+    model, _ = load(config, tmp_path)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    tokens = some_tokens(model, 1, 64)
+    torch.testing.assert_close(model.eval()(tokens).logits, plain.eval()(tokens).logits)
+    assert model.config._attn_implementation == attention
 
 
 def test_flops_are_palms():
