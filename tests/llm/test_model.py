@@ -261,7 +261,7 @@ def test_only_a_mask_that_is_merely_causal_is_dropped(kind, fields, attention, t
 
 
 def test_a_mask_of_an_unknown_name_is_kept(tmp_path, monkeypatch):
-    """Whatever a configuration calls it: a model that computes something else has its mask again."""
+    """Whatever a configuration calls it: who computes something else has its mask again."""
     monkeypatch.setattr(llm_model, "MASK", re.compile("no such name"))
     for window, attention in ((8, "sdpa"), (64, "causal")):
         model, _ = load(tiny("mistral", sliding_window=window), tmp_path)
