@@ -30,8 +30,17 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from llm.check import text_config
 from llm.data import TokenDataset, all_load_datasets
-from llm.model import NO_TARGET, cross_entropy, describe, flops_per_token, load_model, width
+from llm.model import (
+    NO_TARGET,
+    cross_entropy,
+    describe,
+    flops_per_token,
+    load_model,
+    longest,
+    width,
+)
 from training import options
 from training.job import all_bind_cpus, all_patiently, ddp_setup, explain
 from training.memory import exit_out_of_memory
@@ -46,7 +55,7 @@ class LanguageModelTrainer(Trainer):
     def __init__(self, model, tokenizer, train_data, held_out, optimizer, device, args, run):
         self.tokenizer = tokenizer
         self.held_out = held_out
-        self.vocab_size = model.config.vocab_size  # the model has some columns more, for speed
+        self.vocab_size = text_config(model.config).vocab_size  # the model has more, for speed
         self.flops_per_token = flops_per_token(model, args.seq_length)
         self.tokens_in_sample = args.seq_length
         self.loss = cross_entropy
@@ -77,7 +86,8 @@ class LanguageModelTrainer(Trainer):
     def _another_run(self, snapshot):
         if "tokens" in snapshot:  # of an older version
             data, _, length = snapshot["tokens"].partition(", in sequences of ")
-            snapshot["run"] = {"data": (data, "other data"), "sequence length": int(length)}
+            run = {"data": (data, "other text"), "sequence length": int(length)}
+            snapshot = snapshot | {"run": run}
         return super()._another_run(snapshot)
 
     def _compile(self):
@@ -149,8 +159,9 @@ def load_train_objs(args):
     tokenizer, model = load_model(args)  # load your tokenizer and your model
     if args.lr is None:  # GPT-3's rate for GPT-2's width, the less the wider; less to fine-tune
         args.lr = 5e-5 if args.init == "pretrained" else 6e-4 * 768 / width(model.config)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
+    vectors = [parameter for parameter in trained if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0},  # biases and norms have nothing to gain from it
@@ -188,8 +199,7 @@ def sample(folder: Path, held_out: TokenDataset, device: torch.device, seed: int
     inputs, _ = held_out.__getitems__([0])
     start = inputs[:, : max(1, held_out.seq_length // 8)].to(device)
     torch.manual_seed(seed)
-    longest = getattr(model.config, "max_position_embeddings", 1024)
-    length = min(start.shape[1] + 256, longest)
+    length = min(start.shape[1] + 256, longest(model.config) or math.inf)
     tokens = model.generate(start, max_length=length, do_sample=True, temperature=0.7)
     given, added = tokens[0].split([start.shape[1], tokens.shape[1] - start.shape[1]])
     print(f"A sample of {folder}, after {tokenizer.decode(given)!r}:\n{tokenizer.decode(added)}")

@@ -89,7 +89,7 @@ def seconds(work, *args):
 
 def bare_loop(kind, folder, rounds):
     """Print the speed of a plain loop. Runs in a process of its own."""
-    import train_llm
+    from training.metrics import peak_flops
 
     layers, width, heads, batch_size = SIZES["gpt2"]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -131,7 +131,7 @@ def bare_loop(kind, folder, rounds):
     tokens = 16 * ACCUMULATION * batch_size * LENGTH
     speeds = [tokens / seconds(steps, 16) for _ in range(rounds)]
     parameters = 50257 * width + layers * (12 * width + 13) * width + 2 * width
-    peak = train_llm.peak_flops(device) or math.nan
+    peak = peak_flops(device) or math.nan
     print_speed(
         f"{kind}: gpt2, 1 GPU, accumulation {ACCUMULATION}",
         speeds,
@@ -197,6 +197,7 @@ class Inside:
 
     def __init__(self, folder, size):
         import train_llm
+        from training.metrics import peak_flops
 
         self.batch_size = SIZES[size][3]
         sys.argv[1:] = [*options(folder, size), "--log-freq", "5", "--max-steps", "10000"]
@@ -204,13 +205,12 @@ class Inside:
         with redirect_stdout(sys.stderr):
             self.trainer = train_llm.build_trainer(train_llm.parse_args())
         self.trainer.signals.number = 0
-        self.trainer.bar = train_llm.tqdm(disable=True)
-        self.trainer.bar.write = lambda line: None
-        self.device, self.processes = self.trainer.device, train_llm.dist.get_world_size()
-        self.peak = (train_llm.peak_flops(self.device) or math.nan) / self.trainer.flops_per_token
+        self.trainer.log.write = lambda line: None
+        self.device, self.processes = self.trainer.device, torch.distributed.get_world_size()
+        self.peak = (peak_flops(self.device) or math.nan) / self.trainer.flops_per_token
 
     def begin(self, accumulation):
-        sampler = self.trainer.train_data.batch_sampler
+        sampler = self.trainer.sampler
         sampler.length -= sampler.length % (self.batch_size * self.processes * ACCUMULATION)
         sampler.global_batch_size = self.batch_size * self.processes * accumulation
         sampler.first_step = self.trainer.steps_run
@@ -223,7 +223,7 @@ class Inside:
         for _ in range(number):
             trainer._run_step(trainer.steps_run)
             trainer.steps_run += 1
-            trainer.bar.update()
+            trainer.log.bar.update()
             trainer._agree()
             if trainer.steps_run % trainer.args.log_freq == 0:
                 trainer._problem_with_gradients()
@@ -266,7 +266,7 @@ def script_rows(folder, size, rounds, number=16):
             for name, speeds in found.items():
                 if speeds:
                     print_speed(f"{name}: {where}", speeds, inside.peak)
-            log = (inside.trainer.folder / "metrics.jsonl").read_text().splitlines()
+            log = (inside.trainer.snapshots.folder / "metrics.jsonl").read_text().splitlines()
             parts = {key: part for key, part in json.loads(log[-1]).items() if "time/" in key}
             print(
                 "        ",
@@ -286,7 +286,7 @@ def print_speed(name, speeds, peak):
 
 
 def save_rows(inside):
-    trainer, folder = inside.trainer, inside.trainer.folder
+    trainer, folder = inside.trainer, inside.trainer.snapshots.folder
     inside.begin(1)
     alone = seconds(inside.steps, 10) / 10
     first = seconds(trainer._save, True, [])
@@ -300,16 +300,16 @@ def save_rows(inside):
             os.fsync(file.fileno())
 
     for _ in range(3):
-        trainer.writing.result()
+        trainer.snapshots.writing.result()
         plain.append(seconds(plain_save))
         stall.append(seconds(trainer._save, True, []))
         begin, steps = time.perf_counter(), 0
-        while not trainer.writing.done():
+        while not trainer.snapshots.writing.done():
             seconds(inside.steps, 1)
             steps += 1
         busy.append((time.perf_counter() - begin) / max(steps, 1))
     plain, stall, busy = map(statistics.median, (plain, stall, busy))
-    (path, *_) = trainer._snapshots()
+    (path, *_) = trainer.snapshots.paths()
     size = path.stat().st_size / 2**30
 
     def load(mmap):

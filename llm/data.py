@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from llm.documents import Documents, choose_files
@@ -172,7 +171,7 @@ class TokenDataset(Dataset):
         starts = self.sequences[indices].mul(self.seq_length).tolist()
         rows = np.stack([tokens[start : start + self.seq_length + 1] for start in starts])
         rows = torch.from_numpy(rows.astype(np.int64))
-        inputs, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        inputs, targets = rows[:, :-1].clone(), rows[:, 1:].clone()  # they share no memory
         targets[torch.tensor(indices) < 0] = NO_TARGET
         return inputs, targets
 
@@ -210,12 +209,3 @@ def all_load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]
         for part in (order[:size], order[size:])
     )
     return train, held_out, about["sha256"]
-
-
-def prepare_evaluation(dataset: Dataset, args, device: torch.device):
-    """This rank's share of the held-out sequences, in batches of one shape (-1: no sequence)."""
-    mine = torch.arange(len(dataset))[dist.get_rank() :: dist.get_world_size()]
-    mine = F.pad(mine, (0, -len(mine) % args.batch_size), value=-1)
-    batches = mine.view(-1, args.batch_size).tolist()
-    pin_memory = device.type not in ("cpu", "mps")
-    return DataLoader(dataset, collate_fn=tuple, pin_memory=pin_memory, batch_sampler=batches)

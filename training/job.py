@@ -39,8 +39,9 @@ def ddp_setup(timeout: int) -> torch.device:
 
 
 def explain(error: BaseException) -> str:
-    """The beginning of what an error says, and its kind."""
-    return f"{textwrap.shorten(str(error), 240, placeholder=' …')} ({type(error).__name__})"
+    """The beginning of what an error says, and its kind, unless it was raised to say just that."""
+    kind = "" if isinstance(error, ValueError) else f" ({type(error).__name__})"
+    return textwrap.shorten(str(error), 240, placeholder=" …") + kind
 
 
 def all_patiently(option: str, name: str, work, *args):

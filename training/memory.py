@@ -46,10 +46,15 @@ def all_fit_batch_size(asked: int, try_pass: Callable[[int], None]) -> int:
     return size
 
 
-def first_not_finite(norms: list[torch.Tensor]) -> tuple[int, float] | None:
-    """The index and value of the first norm of a gradient that is NaN or infinite, or None."""
-    norms = torch.stack(norms).tolist()  # waits for the GPU
-    return next(((i, norm) for i, norm in enumerate(norms) if not math.isfinite(norm)), None)
+def problem_with_gradients(norms: list[torch.Tensor], last_step: int, snapshots) -> str | None:
+    """What is wrong if one of the norms, up to that of `last_step`, is NaN or infinite."""
+    for step, norm in enumerate(torch.stack(norms).tolist(), last_step - len(norms) + 1):
+        if not math.isfinite(norm):
+            snapshots.writing.result()  # one may be on its way to the disk
+            good = next(iter(snapshots.paths()), "none")
+            advice = "lower --lr or --clip-norm"
+            return f"the gradient of step {step} is {norm}: {advice}. Last good snapshot: {good}"
+    return None
 
 
 def exit_out_of_memory(error: torch.OutOfMemoryError, args):

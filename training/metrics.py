@@ -75,16 +75,6 @@ class Stopwatch:
         return seconds, parts
 
 
-def sum_gradients(
-    stopwatch: Stopwatch, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """How DDP sends a bucket of gradients: it sums. (By itself it would take the mean.)"""
-    if bucket.is_last():
-        stopwatch.ready = stopwatch.mark()
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
 def peak_flops(device: torch.device) -> float | None:
     """The FLOP/s that the device's vendor states, or None for a device that is not in the table."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -228,6 +218,8 @@ class Patient(io.TextIOWrapper):
 def print_patiently():
     """From here on no print fails, be the pipe closed, the disk full or the letter unknown."""
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name) or open(os.devnull, "w")  # None: it was closed before
-        kind = {"encoding": stream.encoding, "errors": "backslashreplace", "line_buffering": True}
-        setattr(sys, name, Patient(stream.buffer, **kind))
+        stream, kinds = getattr(sys, name), {"errors": "backslashreplace", "line_buffering": True}
+        if stream is None:  # it was closed before
+            setattr(sys, name, Patient(open(os.devnull, "wb"), **kinds))
+        else:
+            setattr(sys, name, Patient(stream.buffer, stream.encoding, **kinds))

@@ -68,7 +68,7 @@ def parse(parser: argparse.ArgumentParser, check_own: Callable) -> argparse.Name
         check_own(args)
     except ValueError as mistake:
         return argparse.Namespace(timeout=600, mistake=str(mistake))
-    args.typed_seed, args.seed = args.seed, args.seed or 0
+    args.seed_is_typed, args.seed = args.seed is not None, args.seed or 0
     return args
 
 

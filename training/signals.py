@@ -18,8 +18,10 @@ class StopSignals:
     end_with_launcher adds one if torchrun itself has ended.
     """
 
-    def __enter__(self):
+    def __init__(self):
         self.number = 0
+
+    def __enter__(self):
         self.before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)

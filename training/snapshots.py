@@ -1,9 +1,11 @@
 """Snapshots of a run: written beside the training, the newest of any machine found again."""
 
+import fcntl
 import itertools
 import os
 import plumbing
 import shutil
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, Timeout
 
 from training.job import explain
 
@@ -39,13 +40,12 @@ class Snapshots:
         """Two jobs must not write in one folder. The end of the process opens the lock again."""
         problem = None
         if dist.get_rank() == 0:
-            self.lock = FileLock(self.folder / "lock")
             try:
-                self.lock.acquire(timeout=10)  # the job before may be on its way out
-            except Timeout:
+                self.lock = lock(self.folder / "lock", seconds=10)  # the job before may be leaving
+            except BlockingIOError:
                 problem = f"experiment-name: another job is writing in {self.folder}"
-            except (OSError, NotImplementedError) as error:
-                problem = f"save-dir: cannot lock {self.folder}: {explain(error)}: choose another"
+            except OSError as error:
+                problem = f"save-dir: no locks in {self.folder} ({error.strerror}): choose another"
         plumbing.all_exit_if(problem)
 
     def paths(self) -> list[Path]:
@@ -118,7 +118,7 @@ class Snapshots:
         """Fill `tensors` from the newest snapshot on any machine; return its plain values, or None.
 
         `asked` is latest, none or the number of a step. refusal(snapshot) says why one that is
-        whole must not be used here, or is None: then all end.
+        whole must not be used here, or nothing. Then all end.
         """
         paths, problem = self.paths(), None
         if asked == "none" and paths:
@@ -138,16 +138,15 @@ class Snapshots:
         lines = sorted(set(itertools.chain(*lines)))
         newest = max(filter(None, abouts), key=lambda about: about["steps_run"], default=None)
         if lines and not newest:
-            problem = lines[-1]
+            problem = ": ".join(lines[-1])
         elif asked.isdecimal() and not newest:
             problem = f"resume: there is no snapshot of step {asked} in {self.folder}"
         elif len({about["wandb_id"] for about in abouts if about}) > 1:
             problem = f"{self.folder} is not of the same job on all machines: move the others away"
         plumbing.all_exit_if(problem)
         if dist.get_rank() == 0:
-            for line in lines:
-                what = line.partition(": ")[0]
-                print(f"WARNING: {what}. Another one is used, and this one is renamed")
+            for line, _ in lines:
+                print(f"WARNING: {line}. Another one is used, and this one is renamed")
         if newest:
             everywhere = all(about == newest for about in abouts)
             mine = snapshot if about == newest else None
@@ -162,7 +161,8 @@ class Snapshots:
             try:
                 return plumbing.load_whole(str(path), ABOUT, mmap=True), damaged
             except ValueError as error:
-                damaged[path] = f"{path} {error}, or {ANOTHER}"
+                problem, _, cure = str(error).partition(": ")
+                damaged[path] = f"{path} {problem}", f"{cure}, or {ANOTHER}"
         return None, damaged
 
     def _put_away(self, damaged, steps_run):
@@ -175,19 +175,34 @@ class Snapshots:
                     path.rename(path.with_suffix(".unused"))
 
 
+def lock(path: Path, seconds: float):
+    """Return `path`, locked: nobody else can lock it before this process has ended.
+
+    If somebody has it for longer than `seconds`, raise a BlockingIOError.
+    """
+    file = open(path, "a")  # noqa: SIM115
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.1)
+
+
 def misfit(tensors: dict, snapshot: dict, name: str = "") -> str | None:
     """The first tensor that is missing in a snapshot or has another shape, in words, or None."""
     for key, tensor in tensors.items():
-        there = snapshot.get(key)
-        if isinstance(tensor, dict) and isinstance(there, dict):
-            problem = misfit(tensor, there, f"{name} {key}")
+        there, place = snapshot.get(key), f"{name} {key}".strip()
+        if isinstance(tensor, dict):
+            problem = misfit(tensor, there if isinstance(there, dict) else {}, place)
             if problem:
                 return problem
-        elif getattr(there, "shape", None) != getattr(tensor, "shape", None):
-            shapes = (
-                list(each.shape) if each is not None else "missing" for each in (there, tensor)
-            )
-            return "{} is {} there, {} here".format(f"{name} {key}".strip(), *shapes)
+        elif getattr(there, "shape", None) != tensor.shape:
+            shape = list(there.shape) if isinstance(there, torch.Tensor) else "missing"
+            return f"{place} is {shape} there, {list(tensor.shape)} here"
     return None
 
 

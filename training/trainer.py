@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from training.job import all_count_machines
-from training.memory import all_fit_batch_size, first_not_finite
-from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops, sum_gradients
+from training.memory import all_fit_batch_size, problem_with_gradients
+from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops
 from training.sampler import all_exit_on_remainder
 from training.signals import StopSignals
 from training.snapshots import ANOTHER, Snapshots, differences, make_optimizer_state
@@ -61,8 +61,7 @@ class Trainer:
         self.best_loss = math.inf
         self.losses, self.norms = [], []
         self.stopwatch = Stopwatch(device)
-        self.signals = StopSignals()
-        self.snapshots = Snapshots(folder)
+        self.signals, self.snapshots = StopSignals(), Snapshots(folder)
         self.snapshots.all_lock()
         make_optimizer_state(optimizer)
         self._load_snapshot()
@@ -114,8 +113,9 @@ class Trainer:
 
     def _another_run(self, snapshot):
         """Why this snapshot is not of this run, in words, or an empty text."""
-        typed = {"seed": self.args.typed_seed, "global batch size": self.args.global_batch_size}
-        typed = {name: value for name, value in typed.items() if value is not None}
+        typed = {"seed": self.args.seed} if self.args.seed_is_typed else {}
+        if self.args.global_batch_size:
+            typed["global batch size"] = self.args.global_batch_size
         there = {"seed": snapshot["seed"], "global batch size": snapshot["global_batch_size"]}
         return differences(there | snapshot.get("run", {}), self.run | typed)
 
@@ -134,9 +134,7 @@ class Trainer:
         before, now = about["settings"], self._settings()
         if changed := differences(before, now):
             step, schedule = self.steps_run, ("lr", "warm-up steps", "steps")
-            rates = (
-                learning_rate(step, *(each[name] for name in schedule)) for each in (before, now)
-            )
+            rates = [learning_rate(step, *map(each.get, schedule)) for each in (before, now)]
             rates = "the next step has LR {1:.2e} and not {0:.2e}".format(*rates)
             print(f"Not as in the snapshot: {changed}; {rates}. For a run of its own: {ANOTHER}")
 
@@ -207,15 +205,8 @@ class Trainer:
         return learning_rate(step, self.args.lr, self.warmup_steps, self.total_steps)
 
     def _problem_with_gradients(self):
-        """What is wrong with the steps since the last report, the same on all ranks, or None."""
-        if not (found := first_not_finite(self.norms)):
-            return None
-        index, norm = found
-        step = self.steps_run - len(self.norms) + 1 + index
-        self.snapshots.writing.result()  # one may be on its way to the disk
-        good = next(iter(self.snapshots.paths()), "none")
-        advice = "lower --lr or --clip-norm"
-        return f"the gradient of step {step} is {norm}: {advice}. Last good snapshot: {good}"
+        """That of a step since the last report, the same on all ranks, or None. Waits for a GPU."""
+        return problem_with_gradients(self.norms, self.steps_run, self.snapshots)
 
     def _report(self):
         """Print and log the steps since the last report."""
@@ -333,13 +324,23 @@ class Trainer:
             loss = self._evaluate()
             self.model.train()
             self.stopwatch.begin += time.perf_counter() - begin  # it is not a part of any step
-            stop, _ = self._agree()
+            stop, _ = self._agree()  # a signal may have come after its last batch
             if loss is not None:
                 self.steps_evaluated = self.steps_run
                 if loss < self.best_loss:
                     self.best_loss = loss
                     exports.append("best")
         return stop, exports
+
+
+def sum_gradients(
+    stopwatch: Stopwatch, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """How DDP sends a bucket of gradients: it sums. (By itself it would take the mean.)"""
+    if bucket.is_last():
+        stopwatch.ready = stopwatch.mark()
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def learning_rate(step: int, highest: float, warmup_steps: int, total_steps: int) -> float:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import llm.data
+import llm.model
 from llm.data import all_load_datasets, batches, cut_documents
 from llm.model import load_tokenizer
 
@@ -186,7 +187,7 @@ def test_a_problem_while_tokenising_leaves_nothing_and_is_one_line(tmp_path, cap
     with pytest.raises(SystemExit) as stop:
         load("rows.jsonl")
     error = capsys.readouterr().err.splitlines()[-1]
-    problem = "rows.jsonl: row 201: column 'text' is of type int, not a text (ValueError)"
+    problem = "rows.jsonl: row 201: column 'text' is of type int, not a text"
     assert stop.value.code == 2 and error == f"ERROR: dataset-name rows.jsonl: {problem}"
     (folder,) = Path("outputs").iterdir()
     assert [path.name for path in folder.iterdir()] == ["lock"]
@@ -268,3 +269,12 @@ def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
         output = launch.run([sys.executable, "-c", TOKENISE, "text.txt"])
         used.append(int(output.split("MiB:")[1]))
     assert used[1] < 1.3 * used[0], used
+
+
+def test_no_sequence_has_inputs_and_no_targets():
+    """Also a batch of one row, whose inputs and targets overlap in the file."""
+    (Path("text.txt")).write_text("abcdefgh" * 40)
+    train, _, _ = load("text.txt")
+    for indices in [[-1], [-1, 0]]:
+        inputs, targets = train.__getitems__(indices)
+        assert inputs.min() >= 0 and (targets[0] == llm.model.NO_TARGET).all()

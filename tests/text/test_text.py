@@ -44,6 +44,8 @@ def project(tmp_path):
     """A copy of the scripts and of what they need, as in a new clone."""
     for file in [*ROOT.glob("*.py"), *ROOT.glob("requirements*.txt")]:
         shutil.copy(file, tmp_path)
+    for name in ("training", "llm"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     return tmp_path
 
 

@@ -56,3 +56,51 @@ def test_a_second_signal_leaves_at_once(local, tmp_path):
     assert gone([this], 1)
     os.kill(other, signal.SIGCONT)
     launch.finish(job, 40)
+
+
+SLOW_EVALUATION = """
+import sys
+sys.path.insert(0, {root!r})
+import time, torch, train_llm
+run_batch = train_llm.LanguageModelTrainer._run_batch
+def slow(trainer, model, batch, targets_in_step):
+    if not torch.is_grad_enabled():
+        print("evaluating", flush=True)
+        time.sleep(0.5)
+    return run_batch(trainer, model, batch, targets_in_step)
+train_llm.LanguageModelTrainer._run_batch = slow
+train_llm.main(train_llm.parse_args())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("everybody", [True, False])
+def test_an_evaluation_is_stopped_and_made_up_for(local, tmp_path, everybody):
+    """A signal in an evaluation of minutes: saved and gone in seconds; the next run evaluates.
+
+    It may come to one rank of two only, and to a step whose loss was not told yet.
+    """
+    (tmp_path / "long.txt").write_text((local / "text.txt").read_text() * 5)
+    (tmp_path / "slow.py").write_text(SLOW_EVALUATION.format(root=str(launch.ROOT)))
+    options = ("--dataset-name", "long.txt", "--batch-size", 1, "--max-steps", 8)
+    options += ("--eval-freq", 5, "--log-freq", 4, "--ckpt-freq", 8)
+    command = llm(local, *options, nproc=2)
+    expected = launch.run([*command, "--experiment-name", "unbroken"])
+    command[command.index(launch.LLM)] = "slow.py"
+    job = launch.start(command)
+    output = wait_for(job, lambda output: output.count("evaluating") > 4)
+    begin = time.monotonic()
+    if everybody:
+        job.send_signal(signal.SIGTERM)
+    else:
+        os.kill(launch.pids(output)[1], signal.SIGTERM)
+    status, output = launch.finish(job, 20)
+    assert time.monotonic() - begin < 10 and "SIGTERM: saved at step 5, leaving" in output, output
+    assert "Traceback" not in output.partition("leaving")[0]
+    command[command.index("slow.py")] = launch.LLM
+    output = launch.run(command)
+    assert output.index("Step 5/8 | Validation") < output.index("Step 8/8 | Loss")
+    for name in "validation/loss", "train/lr":
+        found = metrics("outputs/default", name)
+        unbroken = metrics("outputs/unbroken", name)
+        assert {step: found[step] for step in unbroken} == unbroken, (expected, output)
