@@ -235,6 +235,15 @@ def differences(there: dict, here: dict) -> str:
     return ", ".join(told)
 
 
+def all_compare(run: dict, name: str) -> str:
+    """End all if `run` is not the same on all machines. Return the `name` that rank 0 has."""
+    ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (run, name))
+    told = next(filter(None, (differences(ranks[0][0], each) for each, _ in ranks)), "")
+    plumbing.all_exit_if(f"not the same on all machines: {told}" if told else None)
+    return ranks[0][1]
+
+
 def make_optimizer_state(optimizer: torch.optim.Optimizer):
     """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
     for group in optimizer.param_groups:

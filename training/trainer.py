@@ -19,7 +19,7 @@ from training.memory import all_fit_batch_size, problem_with_gradients
 from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops
 from training.sampler import all_exit_on_remainder
 from training.signals import StopSignals
-from training.snapshots import ANOTHER, Snapshots, differences, make_optimizer_state
+from training.snapshots import ANOTHER, Snapshots, all_compare, differences, make_optimizer_state
 
 
 class Trainer:
@@ -55,7 +55,6 @@ class Trainer:
         self.device = device
         self.args = args
         self.run = run | {"optimizer": type(optimizer).__name__}
-        self.wandb_id = uuid.uuid4().hex[:8]  # rank 0's identifies the job
         self.steps_run = 0
         self.steps_evaluated = 0
         self.best_loss = math.inf
@@ -63,6 +62,7 @@ class Trainer:
         self.stopwatch = Stopwatch(device)
         self.signals, self.snapshots = StopSignals(), Snapshots(folder)
         self.snapshots.all_lock()
+        self.wandb_id = all_compare(self.run, uuid.uuid4().hex[:8])  # identifies the job
         make_optimizer_state(optimizer)
         self._load_snapshot()
         if self.rank == 0:
@@ -88,11 +88,6 @@ class Trainer:
 
     def _load_snapshot(self):
         """Go on from the newest snapshot on any machine, or from the step that --resume names."""
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, (self.wandb_id, self.run))
-        self.wandb_id, run = ranks[0]
-        other = next(filter(None, (differences(run, each) for _, each in ranks)), "")
-        plumbing.all_exit_if(f"not the same on all machines: {other}" if other else None)
         about = self.snapshots.all_load(self.args.resume, self._tensors(), self._another_run)
         if about:
             self.steps_run = self.sampler.first_step = about["steps_run"]
@@ -101,15 +96,18 @@ class Trainer:
             self.wandb_id = about["wandb_id"]
             self.sampler.seed = about["seed"]
             self.sampler.global_batch_size = about["global_batch_size"]
+        self._plan_steps()
+        if about and self.rank == 0:
+            print(f"Resuming training from snapshot at Step {self.steps_run}")
+            self._print_changes(about)
+
+    def _plan_steps(self):
         args = self.args
         args.global_batch_size = self.sampler.global_batch_size
         all_exit_on_remainder(args)
         self.total_steps = args.max_steps or args.num_epochs * self.sampler.steps_per_epoch
         warmup = args.warmup_steps
         self.warmup_steps = min(self.total_steps // 10, 2000) if warmup is None else warmup
-        if about and self.rank == 0:
-            print(f"Resuming training from snapshot at Step {self.steps_run}")
-            self._print_changes(about)
 
     def _another_run(self, snapshot):
         """Why this snapshot is not of this run, in words, or an empty text."""
