@@ -4,11 +4,13 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import launch
 import pytest
 from launch import gone, wait_for
 from llm_runs import LONG, llm, metrics
+from wandb_files import QUIET, read_runs
 
 
 def test_a_signal_leaves_a_snapshot_of_the_step_and_no_process(stopped_run):
@@ -25,10 +27,13 @@ def test_a_signal_leaves_a_snapshot_of_the_step_and_no_process(stopped_run):
 @pytest.mark.long
 def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     """Without a launcher the status says the signal, as a shell would: 128 + 10."""
-    job = launch.start(llm(local, *LONG, "--batch-size", 6))
+    job = launch.start(llm(local, *LONG, "--batch-size", 6, "--wandb", "offline"), **QUIET)
     wait_for(job, lambda output: "Step 3/" in output)
     job.send_signal(signal.SIGUSR1)
     status, output = launch.finish(job, 20)
+    (run,) = read_runs(Path("outputs/default"))  # it was finished: all that was logged is there
+    logged = {row["global_step"] for row in run.history if "train/loss" in row}
+    assert logged == set(metrics("outputs/default", "train/loss")) and len(logged) >= 3
     assert status == 128 + signal.SIGUSR1 and "SIGUSR1: saved at step" in output, output
     assert "Traceback" not in output
 
