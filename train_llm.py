@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llm.check import text_config
 from llm.data import TokenDataset, all_load_datasets
 from llm.model import (
+    DROPOUT,
     NO_TARGET,
     cross_entropy,
     describe,
@@ -84,11 +85,13 @@ class LanguageModelTrainer(Trainer):
         )
 
     def _another_run(self, snapshot):
+        run = snapshot.get("run", {})
         if "tokens" in snapshot:  # of an older version
             data, _, length = snapshot["tokens"].partition(", in sequences of ")
             run = {"data": (data, "other text"), "sequence length": int(length)}
-            snapshot = snapshot | {"run": run}
-        return super()._another_run(snapshot)
+        # Dropout may become another: then it is told.
+        run = {name: value for name, value in run.items() if not DROPOUT.search(name)}
+        return super()._another_run(snapshot | {"run": run})
 
     def _compile(self):
         super()._compile()

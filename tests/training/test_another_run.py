@@ -45,9 +45,9 @@ def test_differences_in_words():
 
 def test_a_longer_run_is_told_what_becomes_of_its_learning_rate(local, tmp_path, first):
     """Another number of steps changes the schedule: old and new rate of the next step."""
-    output = go_on(local, first, "--max-steps", 20, "--weight-decay", 0.2)
+    output = go_on(local, first, "--max-steps", 20, "--dropout", 0.2)
     (line,) = re.findall("Not as in the snapshot: .*", output)
-    assert "steps is 4 there, 20 here" in line and "weight_decay is 0.1 there, 0.2 here" in line
+    assert "steps is 4 there, 20 here" in line and "dropout is 0.0 there, 0.2 here" in line
     (now, before) = re.findall(r"has LR (\S+) and not (\S+);? ?", line)[0]
     assert metrics("outputs/default", "train/lr")[5] == pytest.approx(float(now), rel=1e-2)
     assert float(before.rstrip(".")) < float(now)
