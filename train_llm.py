@@ -1,4 +1,4 @@
-"""Train a language model on every GPU of one or more machines: what a real run adds to the Trainer.
+"""Train a language model on every GPU of one or more machines: a real run, on llm/ and training/.
 
 On any machine, offline, a small GPT that learns the text of Python's standard library:
   python train_llm.py
@@ -16,7 +16,7 @@ text file, JSON lines or parquet with a column of text, or a folder of such file
 
 import hashlib
 import math
-import plumbing  # first: it notes the parent of this process, to end when the parent does
+import plumbing  # before torch: it notes the parent of this process, to end with it
 import signal
 import sys
 from pathlib import Path
@@ -53,7 +53,7 @@ from training.trainer import Trainer
 class LanguageModelTrainer(Trainer):
     """What is particular to a language model: its loss, its evaluation, how others load it."""
 
-    def __init__(self, model, tokenizer, train_data, held_out, optimizer, device, args, run):
+    def __init__(self, model, tokenizer, train_data, held_out, optimizer, device, args, digest):
         self.tokenizer = tokenizer
         self.held_out = held_out
         self.vocab_size = text_config(model.config).vocab_size  # the model has more, for speed
@@ -65,11 +65,16 @@ class LanguageModelTrainer(Trainer):
         self.exported.generation_config = model.generation_config
         if dist.get_rank() == 0:
             self._print_model_and_data(train_data.dataset, args)
-        run |= describe(model.config)
-        if args.init == "pretrained":
-            run["weights to start from"] = (self._fingerprint(model), args.model_name)
+        pretrained = args.init == "pretrained"
+        weights = (self._fingerprint(model), args.model_name) if pretrained else "fresh"
+        identity = {
+            "data": (digest, args.dataset_name),  # of a pair only the first is compared
+            "sequence length": args.seq_length,
+            "weights to start from": weights,
+            **describe(model.config),
+        }
         folder = Path(args.save_dir) / args.experiment_name
-        super().__init__(model, train_data, optimizer, folder, device, args, run)
+        super().__init__(model, train_data, optimizer, folder, device, args, identity)
 
     def _print_model_and_data(self, train_set, args):
         count = sum(parameter.numel() for parameter in self.exported.parameters())
@@ -85,13 +90,13 @@ class LanguageModelTrainer(Trainer):
         )
 
     def _another_run(self, snapshot):
-        run = snapshot.get("run", {})
+        identity = snapshot.get("identity", {})
         if "tokens" in snapshot:  # of an older version
             data, _, length = snapshot["tokens"].partition(", in sequences of ")
-            run = {"data": (data, "other text"), "sequence length": int(length)}
+            identity = {"data": (data, "other text"), "sequence length": int(length)}
         # Dropout may become another: then it is told.
-        run = {name: value for name, value in run.items() if not DROPOUT.search(name)}
-        return super()._another_run(snapshot | {"run": run})
+        identity = {name: identity[name] for name in identity if not DROPOUT.search(name)}
+        return super()._another_run(snapshot | {"identity": identity})
 
     def _compile(self):
         super()._compile()
@@ -106,6 +111,7 @@ class LanguageModelTrainer(Trainer):
         bfloat16 = self.args.dtype == "bfloat16"
         with torch.autocast(self.device.type, torch.bfloat16, enabled=bfloat16):
             logits = model(input_ids=source, use_cache=False).logits
+        # The gradient is to be of the loss of the step, and so is what is returned.
         loss, gradient = self.loss(logits.detach(), targets, self.vocab_size, scale)
         if torch.is_grad_enabled():
             logits.backward(gradient)
@@ -123,7 +129,7 @@ class LanguageModelTrainer(Trainer):
         held_out = prepare_evaluation(self.held_out, self.args.batch_size, self.device)
         with torch.no_grad():
             for source, targets in held_out:
-                # Without DDP around it: nothing is to be synchronised.
+                # Without DDP around it: nothing is to be sent. 1: here losses are summed up.
                 sums[0] += self._run_batch(self.model.module, (source, targets), 1)
                 sums[1] += (targets != NO_TARGET).sum()
                 stop, _ = self._agree()
@@ -131,7 +137,7 @@ class LanguageModelTrainer(Trainer):
                     return None
         dist.all_reduce(sums)
         loss = float(sums[0] / sums[1])
-        perplexity = math.exp(min(loss, 700))
+        perplexity = math.exp(min(loss, 700))  # e to the 710 is too much for a float
         self.log.log(
             self.steps_run,
             f"Validation loss: {loss:.4f} | Perplexity: {perplexity:.2f}",
@@ -145,7 +151,7 @@ class LanguageModelTrainer(Trainer):
         return {name: weights[name][tuple(map(slice, shapes[name]))] for name in shapes}
 
     def _fingerprint(self, model):
-        """A number by which weights are known, on any machine: sums of bits have no rounding."""
+        """What weights are known by on any machine: a sum of bits, as integers, has no rounding."""
         weights = self._without_padding(model.state_dict()).values()
         sums = [each.float().view(torch.int32).sum(dtype=torch.int64).item() for each in weights]
         return hashlib.sha256(str(sums).encode()).hexdigest()
@@ -218,10 +224,11 @@ def parse_args():
     option("--tokenizer-name", help="of the hub, a folder, or bytes (that of the model)")
     option("--init", choices=("fresh", "pretrained"), default="fresh", help="weights (fresh)")
     option("--seq-length", type=int, help="tokens in a sequence (1024, or what the model takes)")
-    return options.parse(parser, check)
+    return options.parse(parser, complete)
 
 
-def check(args):
+def complete(args):
+    """Fill in what follows from other options; raise a ValueError for what is wrong."""
     if args.seq_length is not None and args.seq_length < 1:
         plumbing.refuse(f"seq-length: at least 1, not {args.seq_length}")
     if not args.dataset_name:
@@ -246,11 +253,9 @@ def build_trainer(args) -> LanguageModelTrainer:
         "model-name", args.model_name, load_train_objs, args
     )
     train_set, held_out, digest = all_load_datasets(args, tokenizer)
-    run = {"data": (digest, args.dataset_name), "sequence length": args.seq_length}
-    run["weights to start from"] = "fresh"
     train_data = prepare_dataloader(train_set, args, device)
     return LanguageModelTrainer(
-        model, tokenizer, train_data, held_out, optimizer, device, args, run
+        model, tokenizer, train_data, held_out, optimizer, device, args, digest
     )
 
 
@@ -266,7 +271,7 @@ def main(args):
         all_start_wandb(args, trainer.snapshots.folder, trainer.wandb_id)
         stop, problem = trainer.train()
     except torch.OutOfMemoryError as error:
-        exit_out_of_memory(error, args)
+        exit_out_of_memory(error, args)  # and never returns
     folder, held_out, device = trainer.snapshots.folder, trainer.held_out, trainer.device
     del trainer  # DDP has to go before the group that it talks through
     plumbing.all_exit_if(problem)

@@ -29,7 +29,7 @@ def newest(folder):
     """The newest snapshot of an experiment, without the names of this save, its run and data."""
     path = max(Path(folder).glob("snapshots/step-*.pt"))
     snapshot = torch.load(path, weights_only=True)
-    names = {"name", "wandb_id", "run", "settings"}
+    names = {"name", "wandb_id", "identity", "settings"}
     return {key: snapshot[key] for key in snapshot.keys() - names}
 
 

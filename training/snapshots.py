@@ -235,10 +235,10 @@ def differences(there: dict, here: dict) -> str:
     return ", ".join(told)
 
 
-def all_compare(run: dict, name: str) -> str:
-    """End all if `run` is not the same on all machines. Return the `name` that rank 0 has."""
+def all_compare(identity: dict, name: str) -> str:
+    """End all if that of the run differs between machines. Return the `name` that rank 0 has."""
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (run, name))
+    dist.all_gather_object(ranks, (identity, name))
     told = next(filter(None, (differences(ranks[0][0], each) for each, _ in ranks)), "")
     plumbing.all_exit_if(f"not the same on all machines: {told}" if told else None)
     return ranks[0][1]

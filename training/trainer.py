@@ -29,7 +29,7 @@ class Trainer:
         backward too if gradients are on
     _targets_in_step(step): by how much the loss of a step is divided, over all ranks
     _largest_batch(batch_size): a batch that takes as much memory as any
-    _evaluate(): the loss on the held-out data, or None if it was told to stop
+    _evaluate(): the loss of the model, in eval mode, on the held-out data, or None if a signal came
     _export(weights, path): write the model, for others to use
     """
 
@@ -44,9 +44,9 @@ class Trainer:
         folder: Path,
         device: torch.device,
         args,
-        run: dict,
+        identity: dict,
     ):
-        """`run` is what makes this another run than that of a snapshot which has other values."""
+        """`identity` is what makes it this run: a snapshot that has other values is of another."""
         self.rank = dist.get_rank()
         self.model = model.to(device)
         self.train_data = train_data
@@ -54,7 +54,7 @@ class Trainer:
         self.optimizer = optimizer
         self.device = device
         self.args = args
-        self.run = run | {"optimizer": type(optimizer).__name__}
+        self.identity = identity | {"optimizer": type(optimizer).__name__}
         self.steps_run = 0
         self.steps_evaluated = 0
         self.best_loss = math.inf
@@ -62,7 +62,7 @@ class Trainer:
         self.stopwatch = Stopwatch(device)
         self.signals, self.snapshots = StopSignals(), Snapshots(folder)
         self.snapshots.all_lock()
-        self.wandb_id = all_compare(self.run, uuid.uuid4().hex[:8])  # identifies the job
+        self.wandb_id = all_compare(self.identity, uuid.uuid4().hex[:8])  # identifies the job
         make_optimizer_state(optimizer)
         self._load_snapshot()
         if self.rank == 0:
@@ -115,7 +115,7 @@ class Trainer:
         if self.args.global_batch_size:
             typed["global batch size"] = self.args.global_batch_size
         there = {"seed": snapshot["seed"], "global batch size": snapshot["global_batch_size"]}
-        return differences(there | snapshot.get("run", {}), self.run | typed)
+        return differences(there | snapshot.get("identity", {}), self.identity | typed)
 
     def _settings(self):
         """All that a later run of this job may have otherwise."""
@@ -248,7 +248,7 @@ class Trainer:
             "global_batch_size": self.sampler.global_batch_size,
             "best_loss": self.best_loss,
             "wandb_id": self.wandb_id,
-            "run": self.run,
+            "identity": self.identity,
             "settings": self._settings(),
         }
         tensors = self._tensors()

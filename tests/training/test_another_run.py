@@ -108,10 +108,10 @@ def test_a_snapshot_of_an_older_version_resumes(local, tmp_path, first):
     shutil.copytree(first, "outputs")
     (path,) = Path("outputs/default/snapshots").iterdir()
     snapshot = torch.load(path, weights_only=True)
-    run = snapshot.pop("run")
+    identity = snapshot.pop("identity")
     for name in "settings", "steps_evaluated":
         del snapshot[name]
-    snapshot["tokens"] = f"{run['data'][0]}, in sequences of 32"
+    snapshot["tokens"] = f"{identity['data'][0]}, in sequences of 32"
     torch.save(snapshot, path)
     output = launch.run(llm(local, *FIRST, "--max-steps", 6))
     assert "Resuming training from snapshot at Step 4\nIt is of an older version: " in output
