@@ -258,7 +258,7 @@ class Job:
     def host_that_saves(self):
         """The host where a snapshot is being written, if one is."""
         for host in self.hosts:
-            if any(host.disk.rglob("snapshot*.tmp")):
+            if any(host.disk.rglob("*.pt.tmp")):
                 return host
 
     def snapshots(self):
@@ -277,7 +277,7 @@ class Job:
         if not found:
             return {"epochs_run": 0}
         newest = max(found, key=progress)
-        for key in "wandb_id", "name", "tokens":
+        for key in "wandb_id", "name", "identity", "settings":
             newest.pop(key, None)
         return newest
 
@@ -470,17 +470,14 @@ def leave_temporary(job):
     job.die()
     path = latest(job)
     host = job.rng.choice(job.hosts)
-    name = "snapshot.pt.tmp" if path.name == "snapshot.pt" else "snapshot.tmp"
     target = host.disk / path.relative_to(next(h.disk for h in job.hosts if h.disk in path.parents))
-    target.with_name(name).write_bytes(job.rng.randbytes(job.rng.randrange(100000)))
+    target.with_name(f"{path.name}.tmp").write_bytes(job.rng.randbytes(job.rng.randrange(100000)))
     job.start_all()
 
 
 def fail_in_data(job):
-    """SIGUSR2 to the process that reads the data of a rank: the rank's own, or its child."""
-    pid = job.rank(job.rng.choice([0, 1]))
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(children[0]) if children else pid, signal.SIGUSR2)
+    """SIGUSR2 to a rank, which makes it fail where it reads its next batch."""
+    os.kill(job.rank(job.rng.choice([0, 1])), signal.SIGUSR2)
 
 
 def other_arguments(job):
@@ -536,10 +533,10 @@ def faults() -> list[Fault]:
         Fault("the folder becomes read-only", partial(change_mode, how="a-w"),
               "Permission denied", undo=partial(change_mode, how="u+w")),
         Fault("the newest snapshot is cut off", partial(damage, how="truncate"),
-              "is damaged|cannot be used", undo=move_damaged_away, costs_the_snapshot=True),
+              "is damaged", undo=move_damaged_away, costs_the_snapshot=True),
         # A bit between the parts of the file means nothing.
         Fault("a bit of the newest snapshot is flipped", partial(damage, how="flip"),
-              "is damaged|cannot be used", undo=move_damaged_away, costs_the_snapshot=True,
+              "is damaged", undo=move_damaged_away, costs_the_snapshot=True,
               may_mean_nothing=True),
         Fault("the other host has an older snapshot", leave_older, scripts=two),
         Fault("the other host has a snapshot of another job", leave_foreign,
