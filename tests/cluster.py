@@ -55,8 +55,7 @@ class Cluster:
         self.login, *self.nodes = self.network.hosts
         self.project = folder / "project"
         shutil.copytree(launch.ROOT / "slurm", self.project / "slurm")
-        for script in launch.ROOT.glob("*.py"):
-            shutil.copy(script, self.project)
+        launch.copy_scripts(self.project)
         (self.project / ".venv").symlink_to(sys.prefix)
 
         etc = folder / "etc"

@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,17 @@ SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
 
 # Processes start from one that has imported torch and what optimizers import: not in 3 s, but 0.1.
 multiprocessing.set_forkserver_preload(["torch._dynamo"])
+
+
+PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
+
+
+def copy_scripts(folder):
+    """Copy all scripts there, with the packages that they need."""
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
+    for package in PACKAGES:
+        shutil.copytree(package, Path(folder) / package.name)
 
 
 def python(script, *args):

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from launch import ROOT, run
+from launch import ROOT, copy_scripts, run
 
 # As `docker run --user` does: a user that the system does not know. It may read all that root may,
 # as pytest's folders and perhaps Python itself are root's alone, but it can write in its own only.
@@ -59,8 +59,7 @@ def test_a_script_runs_with_what_the_image_has():
             run(["sh", "-c", command], seconds=600, cwd=context, PATH=path)
 
         workspace.mkdir()
-        for script in ROOT.glob("*.py"):
-            shutil.copy(script, workspace)
+        copy_scripts(workspace)
         if user:
             os.chown(workspace, 12345, 12345)
         env = ["env", "-i", f"PATH={path}", "CUDA_VISIBLE_DEVICES="]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import lesson
 import pytest
-from launch import ROOT, alive, finish, pids, start
+from launch import ROOT, alive, copy_scripts, finish, pids, start
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,10 +42,9 @@ def start_typed(command, folder):
 @pytest.fixture
 def project(tmp_path):
     """A copy of the scripts and of what they need, as in a new clone."""
-    for file in [*ROOT.glob("*.py"), *ROOT.glob("requirements*.txt")]:
+    copy_scripts(tmp_path)
+    for file in ROOT.glob("requirements*.txt"):
         shutil.copy(file, tmp_path)
-    for name in ("training", "llm"):
-        shutil.copytree(ROOT / name, tmp_path / name)
     return tmp_path
 
 
