@@ -198,9 +198,9 @@ def greedy(model: Transformer, source, sos: int, eos: int, longest: int) -> torc
 
     Returns tokens (batch, length) without sos, length <= longest: a row that has ended is filled up
     with eos. The model is to be in eval mode."""
-    source, mask = model.encode(source)
-    tokens = torch.full((len(mask), 1), sos, device=mask.device)
-    ended, past = torch.zeros_like(tokens, dtype=torch.bool), None
+    tokens = torch.full((len(source), 1), sos, device=source.device)
+    ended = (source == model.pad_source).all(dim=1, keepdim=True)  # what only fills up a batch
+    (source, mask), past = model.encode(source), None
     while tokens.shape[1] <= longest and not ended.all():
         logits, past = model.decode(tokens[:, -1:], source, mask, past)
         newest = logits.argmax(-1).masked_fill(ended, eos)

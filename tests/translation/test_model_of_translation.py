@@ -246,6 +246,15 @@ def test_what_is_learnt_by_heart_is_decoded(copier):
     assert beam(model, source, SOS, EOS, 3).shape == (8, 3)
 
 
+def test_a_row_of_nothing_but_padding_keeps_nobody_waiting(copier):
+    model, source = copier
+    filled = torch.cat((source[:3], torch.full_like(source[:1], PAD)))
+    decoded = greedy(model, filled, SOS, EOS, 12)
+    assert decoded[:3].equal(greedy(model, source[:3], SOS, EOS, 12))
+    assert decoded.shape[1] == 4 and (decoded[3] == EOS).all()
+    assert beam(model, filled, SOS, EOS, 12)[:3, :4].equal(decoded[:3])
+
+
 def plain_beam(model, source, longest, beams, alpha):
     """The translation of one source, as plainly as can be: no cache, no batch, no padding."""
     kept = [([], 0.0)]  # tokens, and the logarithm of their probability
@@ -317,8 +326,18 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.long
-def test_it_compiles_once_for_a_shape():
-    model, source, target = build(), sentences([3, 5]), sentences([6, 2], TARGET_VOCAB)
-    expected = model(source, target)
-    compiled = torch.compile(model, dynamic=False, fullgraph=True)
-    assert compiled(source, target).allclose(expected, atol=1e-5)
+def test_it_is_compiled_once_for_all_lengths():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    model = build()
+    compiled = torch.compile(model, dynamic=True, fullgraph=True)
+    for lengths in ([3, 5], [8, 6], [4, 2]):
+        source, target = sentences(lengths), sentences(lengths[::-1], TARGET_VOCAB)
+        target = nn.functional.pad(target, (0, 3), value=PAD)
+        _, expected = gradients(model, source, target)
+        model.zero_grad()
+        logits = compiled(source, target[:, :-1])
+        loss_sum(logits, target[:, 1:], PAD).backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad.allclose(expected[name], atol=1e-4), name
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
