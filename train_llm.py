@@ -47,6 +47,7 @@ from training.job import all_bind_cpus, all_patiently, ddp_setup, explain
 from training.memory import exit_out_of_memory
 from training.metrics import all_start_wandb, print_patiently
 from training.sampler import StepSampler, all_exit_on_remainder
+from training.snapshots import Snapshots
 from training.trainer import Trainer
 
 
@@ -73,8 +74,9 @@ class LanguageModelTrainer(Trainer):
             "weights to start from": weights,
             **describe(model.config),
         }
-        folder = Path(args.save_dir) / args.experiment_name
-        super().__init__(model, train_data, optimizer, folder, device, args, identity)
+        options = ("experiment-name", "resume")
+        snapshots = Snapshots(args.folder, options, "snapshots/step-{0:08d}.pt")
+        super().__init__(model, train_data, optimizer, snapshots, device, args, identity)
 
     def _print_model_and_data(self, train_set, args):
         count = sum(parameter.numel() for parameter in self.exported.parameters())
@@ -217,6 +219,8 @@ def sample(folder: Path, held_out: TokenDataset, device: torch.device, seed: int
 def parse_args():
     parser = options.make_parser(__doc__)
     option = parser.add_argument
+    option("--experiment-name", default="default", help="a folder in --save-dir (default)")
+    option("--save-dir", default="outputs", help="for experiments and tokenised data (outputs)")
     option("--dataset-name", default="stdlib", help="of the hub, or local (stdlib: of Python)")
     option("--dataset-subset", help="of a dataset of the hub that has several")
     option("--text-column", help="the column with the text (text, or the only one with a text)")
@@ -229,6 +233,10 @@ def parse_args():
 
 def complete(args):
     """Fill in what follows from other options; raise a ValueError for what is wrong."""
+    name = args.experiment_name
+    if name in ("", "..") or name != Path(name).name:
+        plumbing.refuse(f"experiment-name: give the name of a folder, not {name!r}")
+    args.folder = str(Path(args.save_dir) / name)
     if args.seq_length is not None and args.seq_length < 1:
         plumbing.refuse(f"seq-length: at least 1, not {args.seq_length}")
     if not args.dataset_name:
@@ -243,7 +251,13 @@ def complete(args):
 def build_trainer(args) -> LanguageModelTrainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
     device = ddp_setup(args.timeout)
-    names = ("save_dir", "dataset_name", "model_name", "tokenizer_name")  # paths of a machine
+    names = (
+        "save_dir",
+        "folder",
+        "dataset_name",
+        "model_name",
+        "tokenizer_name",
+    )  # paths of a machine
     plumbing.all_exit_if_args_bad(args, may_differ=names)
     all_exit_on_remainder(args)
     if args.bind_cpus:

@@ -22,8 +22,6 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, epilog="(Defaults in parentheses.)", **layout)
     parser.error = plumbing.refuse
     option = parser.add_argument
-    option("--experiment-name", default="default", help="a folder in --save-dir (default)")
-    option("--save-dir", default="outputs", help="for experiments and data (outputs)")
     option("--batch-size", type=int, default=8, help="sequences in a pass of one process (8)")
     together = "sequences in a step of all processes (batch size * processes)"
     option("--global-batch-size", type=int, help=together)
@@ -58,14 +56,17 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, check_own: Callable) -> argparse.Namespace:
-    """Read the command line, with hyphens or underscores. A mistake is told by all ranks later."""
+def parse(parser: argparse.ArgumentParser, complete: Callable) -> argparse.Namespace:
+    """Read the command line, with hyphens or underscores. A mistake is told by all ranks later.
+
+    complete(args) sets args.folder, where the run saves, and what else follows from the options.
+    """
     names = re.compile("^--[A-Za-z_]+")
     typed = [names.sub(lambda name: name[0].replace("_", "-"), each) for each in sys.argv[1:]]
     try:
         args = parser.parse_args(typed)
+        complete(args)
         check(args)
-        check_own(args)
     except ValueError as mistake:
         return argparse.Namespace(timeout=600, mistake=str(mistake))
     args.seed_is_typed, args.seed = args.seed is not None, args.seed or 0
@@ -80,17 +81,15 @@ def check(args: argparse.Namespace):
         limit = math.inf if isinstance(given, float) else 2**31
         if given is not None and not value <= given < limit:
             plumbing.refuse(f"{name.replace('_', '-')}: at least {value}, not {given}")
-    if not (args.resume in ("latest", "none") or re.fullmatch("[1-9][0-9]{0,7}", args.resume)):
-        plumbing.refuse(f"resume: give latest, none or the number of a step, not {args.resume!r}")
-    name = args.experiment_name
-    if name in ("", "..") or name != Path(name).name:
-        plumbing.refuse(f"experiment-name: give the name of a folder, not {name!r}")
-    folder = Path(args.save_dir) / args.experiment_name
+    if not (args.resume in ("latest", "none") or re.fullmatch("[0-9]{1,8}", args.resume)):
+        plumbing.refuse(
+            f"resume: give latest, none or the number of a snapshot, not {args.resume!r}"
+        )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # better told now than at the first save
+        Path(args.folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.folder).close()  # better told now than at the first save
     except OSError as error:
-        plumbing.refuse(f"save-dir: cannot write in {folder} ({error.strerror}): choose another")
+        plumbing.refuse(f"cannot write in {args.folder} ({error.strerror}): choose another folder")
 
 
 def choose(args: argparse.Namespace, device: torch.device):

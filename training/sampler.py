@@ -43,9 +43,12 @@ class StepSampler(Sampler):
         """The indices of the samples of `step`, on all ranks together."""
         epoch, step = divmod(step, self.steps_per_epoch)
         if self.order[0] != epoch:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            self.order = epoch, torch.randperm(self.length, generator=generator)
+            self.order = epoch, self.order_of(epoch)
         return self.order[1][step * self.global_batch_size :][: self.global_batch_size]
+
+    def order_of(self, epoch):
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.length, generator=generator)
 
     def __iter__(self):
         for step in itertools.count(self.first_step):

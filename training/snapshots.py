@@ -4,6 +4,7 @@ import fcntl
 import itertools
 import os
 import plumbing
+import re
 import shutil
 import time
 import uuid
@@ -17,21 +18,33 @@ import torch.distributed as dist
 
 from training.job import explain
 
-ANOTHER = "choose another --experiment-name"
 ABOUT = {"steps_run", "seed", "global_batch_size", "best_loss", "wandb_id"}
 UMASK = os.umask(0)  # it cannot be asked for without being set
 os.umask(UMASK)
 
 
 class Snapshots:
-    """The last two snapshots of an experiment, in `folder`/snapshots, and models beside them.
+    """The snapshots of a run in `folder`, the last two or all of them, and models beside them.
 
     A snapshot is a dict: a tree of tensors, and beside it plain values: `steps_run`, `wandb_id`, by
     which a job is known, and others. `problem` says why the last save failed, or is None.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(
+        self,
+        folder: str,
+        options: tuple[str, str],
+        name: str,
+        number_of=lambda steps: steps,
+        keep_all=False,
+    ):
+        """`options` name the folder and the snapshot to go on from. `name` is that of a snapshot,
+        such as "snapshots/step-{0:08d}.pt", with a place for number_of(its steps_run).
+        """
+        self.folder = Path(folder)
+        self.option, self.resume = options
+        self.another = f"choose another --{self.option}"
+        self.name, self.number_of, self.keep_all = name, number_of, keep_all
         self.problem = None
         self.writer, self.buffers = ThreadPoolExecutor(1), {}
         self.writing = self.writer.submit(lambda: None)
@@ -43,20 +56,29 @@ class Snapshots:
             try:
                 self.lock = lock(self.folder / "lock", seconds=10)  # the job before may be leaving
             except BlockingIOError:
-                problem = f"experiment-name: another job is writing in {self.folder}"
+                problem = f"{self.option}: another job is writing in {self.folder}"
             except OSError as error:
-                problem = f"save-dir: no locks in {self.folder} ({error.strerror}): choose another"
+                why = f"no locks in {self.folder} ({error.strerror})"
+                problem = f"{self.option}: {why}: choose a folder on another disk"
         plumbing.all_exit_if(problem)
 
     def paths(self) -> list[Path]:
         """The snapshots on this machine, newest first."""
-        return sorted(self.folder.glob(f"snapshots/step-{'[0-9]' * 8}.pt"), reverse=True)
+        found = self.folder.glob(re.sub("{.*}", "*", self.name))
+        numbers = {path: number for path in found if (number := self.number(path)) is not None}
+        return sorted(numbers, key=numbers.get, reverse=True)
+
+    def number(self, path: Path) -> int | None:
+        """That in the name of a snapshot, or None for any other file."""
+        before, after = map(re.escape, re.split("{.*}", Path(self.name).name))
+        match = re.fullmatch(f"{before}([0-9]+){after}", path.name)
+        return int(match[1]) if match else None
 
     def make_buffers(self, tensors: dict):
         """Take the memory for copies of these before the first save needs it."""
         self.writing = self.writer.submit(self._copy_to_host, tensors)
 
-    def save(self, tensors: dict, about: dict, exports: dict[str, Callable], tell: Callable):
+    def save(self, tensors: dict, about: dict, exports: dict, tell: Callable):
         """Save a snapshot, unless `about` is empty, and models. Training waits for a copy only.
 
         exports[name](weights, path) writes a model to the folder `path`; then it is called `name`.
@@ -89,10 +111,12 @@ class Snapshots:
                 self._replace_folder(self.folder / name, export, tensors["model"])
                 tell(f"Model saved at {self.folder / name}")
             if about:
-                path = self.folder / "snapshots" / f"step-{about['steps_run']:08}.pt"
+                number = self.number_of(about["steps_run"])
+                path = self.folder / self.name.format(number)
                 path.parent.mkdir(exist_ok=True)
                 plumbing.save_atomically(tensors | about, str(path))
-                for old in [other for other in self.paths() if other < path][1:]:
+                older = [other for other in self.paths() if self.number(other) < number]
+                for old in [] if self.keep_all else older[1:]:
                     old.unlink()  # the last but one is kept, in case that the last is damaged
                 tell(f"Training snapshot saved at {path}")
         except Exception as error:
@@ -117,18 +141,20 @@ class Snapshots:
     def all_load(self, asked: str, tensors: dict, refusal: Callable) -> dict | None:
         """Fill `tensors` from the newest snapshot on any machine; return its plain values, or None.
 
-        `asked` is latest, none or the number of a step. refusal(snapshot) says why one that is
+        `asked` is latest, none or the number of one. refusal(snapshot) says why one that is
         whole must not be used here, or nothing. Then all end.
         """
         paths, problem = self.paths(), None
         if asked == "none" and paths:
-            problem = f"resume: {self.folder} has snapshots: {ANOTHER}"
+            problem = f"{self.resume}: {self.folder} has snapshots: {self.another}"
         plumbing.all_exit_if(problem)
         if asked.isdecimal():
-            paths = [path for path in paths if int(path.stem[5:]) == int(asked)]
+            paths = [path for path in paths if self.number(path) == int(asked)]
         snapshot, damaged = self._newest_whole(paths)
         problem = snapshot and (refusal(snapshot) or misfit(tensors, snapshot))
-        problem = problem and f"{self.folder} is of another run: {problem}: to keep it, {ANOTHER}"
+        problem = (
+            problem and f"{self.folder} is of another run: {problem}: to keep it, {self.another}"
+        )
         plumbing.all_exit_if(problem)
         about = {key: snapshot[key] for key in snapshot if key not in tensors} if snapshot else None
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
@@ -140,7 +166,7 @@ class Snapshots:
         if lines and not newest:
             problem = ": ".join(lines[-1])
         elif asked.isdecimal() and not newest:
-            problem = f"resume: there is no snapshot of step {asked} in {self.folder}"
+            problem = f"{self.resume}: there is no {self.name.format(int(asked))} in {self.folder}"
         elif len({about["wandb_id"] for about in abouts if about}) > 1:
             problem = f"{self.folder} is not of the same job on all machines: move the others away"
         plumbing.all_exit_if(problem)
@@ -151,7 +177,7 @@ class Snapshots:
             everywhere = all(about == newest for about in abouts)
             mine = snapshot if about == newest else None
             all_fill(tensors, mine, None if everywhere else abouts.index(newest))
-        self._put_away(damaged, newest["steps_run"] if newest else 0)
+        self._put_away(damaged, newest["number"] if newest else 0)
         return newest
 
     def _newest_whole(self, paths):
@@ -159,18 +185,19 @@ class Snapshots:
         damaged = {}
         for path in paths:
             try:
-                return plumbing.load_whole(str(path), ABOUT, mmap=True), damaged
+                snapshot = plumbing.load_whole(str(path), ABOUT, mmap=True)
+                return snapshot | {"number": self.number(path)}, damaged
             except ValueError as error:
                 problem, _, cure = str(error).partition(": ")
-                damaged[path] = f"{path} {problem}", f"{cure}, or {ANOTHER}"
+                damaged[path] = f"{path} {problem}", f"{cure}, or {self.another}"
         return None, damaged
 
-    def _put_away(self, damaged, steps_run):
+    def _put_away(self, damaged, number):
         """Leave no half file, and nothing that would be taken for the newest from here on."""
-        for path in self.folder.glob("snapshots/*.tmp"):  # a save was cut off here
-            path.unlink(missing_ok=True)
+        for path in self.folder.glob(re.sub("{.*}", "*", self.name) + ".tmp"):
+            path.unlink(missing_ok=True)  # a save was cut off here
         for path in self.paths():
-            if path in damaged or int(path.stem[5:]) > steps_run:
+            if path in damaged or self.number(path) > number:
                 with suppress(FileNotFoundError):  # another rank of this machine was faster
                     path.rename(path.with_suffix(".unused"))
 

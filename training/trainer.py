@@ -7,7 +7,6 @@ import signal
 import time
 import uuid
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from training.memory import all_fit_batch_size, problem_with_gradients
 from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops
 from training.sampler import all_exit_on_remainder
 from training.signals import StopSignals
-from training.snapshots import ANOTHER, Snapshots, all_compare, differences, make_optimizer_state
+from training.snapshots import Snapshots, all_compare, differences, make_optimizer_state
 
 
 class Trainer:
@@ -41,7 +40,7 @@ class Trainer:
         model: torch.nn.Module,
         train_data: DataLoader,
         optimizer: torch.optim.Optimizer,
-        folder: Path,
+        snapshots: Snapshots,
         device: torch.device,
         args,
         identity: dict,
@@ -60,7 +59,7 @@ class Trainer:
         self.best_loss = math.inf
         self.losses, self.norms = [], []
         self.stopwatch = Stopwatch(device)
-        self.signals, self.snapshots = StopSignals(), Snapshots(folder)
+        self.signals, self.snapshots = StopSignals(), snapshots
         self.snapshots.all_lock()
         self.wandb_id = all_compare(self.identity, uuid.uuid4().hex[:8])  # identifies the job
         make_optimizer_state(optimizer)
@@ -82,7 +81,7 @@ class Trainer:
         self.model.register_comm_hook(self.stopwatch, sum_gradients)
         self._fit_batch_size()
         plumbing.all_fix_bucket_order(self.model)
-        self.log = Log(folder, self.steps_run, self.total_steps)
+        self.log = Log(snapshots.folder, self.steps_run, self.total_steps)
         if self.rank == 0:
             self._print_steps()
 
@@ -129,12 +128,12 @@ class Trainer:
         if "settings" not in about:
             print("It is of an older version: model, weights, optimizer, schedule are not compared")
             return
-        before, now = about["settings"], self._settings()
+        before, now, another = about["settings"], self._settings(), self.snapshots.another
         if changed := differences(before, now):
             step, schedule = self.steps_run, ("lr", "warm-up steps", "steps")
             rates = [learning_rate(step, *map(each.get, schedule)) for each in (before, now)]
             rates = "the next step has LR {1:.2e} and not {0:.2e}".format(*rates)
-            print(f"Not as in the snapshot: {changed}; {rates}. For a run of its own: {ANOTHER}")
+            print(f"Not as in the snapshot: {changed}; {rates}. For a run of its own: {another}")
 
     def _compile(self):
         # Between machines gradients travel slowly. So there the model is compiled in pieces, one

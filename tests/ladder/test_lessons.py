@@ -78,6 +78,7 @@ PLUMBING_SETS = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
 ONCE_A_MACHINE = {"plumbing.py": {"all_exit_if"}}
 ONCE_A_MACHINE |= {"training/job.py": {"all_count_machines"}}
 ONCE_A_MACHINE |= {"llm/data.py": {"prepare_tokens"}}
+ONCE_A_MACHINE |= {"train_translation.py": {"all_load_datasets"}}
 # What all ranks call and is not named so: a script's first steps, when no rank can wait for another
 # yet.
 ALL_BY_NATURE = {"parse_args", "require_torchrun"}

@@ -130,13 +130,16 @@ BAD = {
     "a sequence that is too long": (["--seq-length", 33], "model-name .* at most 32 tokens"),
     "a batch that does not divide": (["--global-batch-size", 12], "global-batch-size: 12 is not"),
     "a vocabulary that does not fit": (["--model-name", "small"], "257 tokens.* vocabulary 100"),
-    "a step without a snapshot": (["--resume", 7], "no snapshot of step 7"),
+    "a step without a snapshot": (
+        ["--resume", 7],
+        "resume: there is no snapshots/step-00000007.pt",
+    ),
     "a word for a number": (["--batch-size", "x"], "batch-size: invalid int value: 'x'"),
     "a number below the least": (["--max-steps", 0], "max-steps: at least 1, not 0"),
     "a resume of nothing": (["--resume", "newest"], "resume: give latest, none"),
-    "a resume of step 0": (["--resume", "0"], "resume: give latest, none"),
+    "a resume of step 0": (["--resume", "0"], "resume: there is no snapshots/step-00000000.pt"),
     "a path for a name": (["--experiment-name", "../x"], "experiment-name: give the name"),
-    "a folder of no use": (["--save-dir", "/proc/x"], "save-dir: cannot write in /proc/x"),
+    "a folder of no use": (["--save-dir", "/proc/x"], "cannot write in /proc/x"),
 }
 
 

@@ -1,0 +1,159 @@
+"""train_translation.py as a whole, with a tiny model, on the CPU."""
+
+import json
+import re
+import shlex
+import signal
+from pathlib import Path
+
+import launch
+import pytest
+import torch
+from launch import wait_for
+from llm_runs import metrics
+
+import train_translation
+from translation.grammar import default_pairs
+
+SCRIPT = str(launch.ROOT / "train_translation.py")
+TINY = ("--dataset", "pairs.tsv", "--d-model", 32, "--heads", 2, "--d-ff", 64)
+TINY += ("--tokenizer", "word", "--num-decode", 9, "--log-freq", 1, "--lr", "1e-2")
+
+
+def translation(*args, nproc=None):
+    """The command of a run on a few of the default pairs."""
+    with open("pairs.tsv", "w") as file:
+        file.write("en\tit\n" + "".join(f"{a}\t{b}\n" for a, b in default_pairs()[::40]))
+    if nproc:
+        return launch.torchrun(SCRIPT, *TINY, *args, nproc=nproc)
+    return launch.python(SCRIPT, *TINY, *args)
+
+
+def newest(folder="weights"):
+    """The newest snapshot, without the names of this save and its run."""
+    snapshot = torch.load(max(Path(folder).glob("tmodel_*.pt")), weights_only=True)
+    return {key: snapshot[key] for key in ("model", "optimizer", "steps_run", "best_loss", "seed")}
+
+
+def test_a_run_and_a_translation(tmp_path):
+    """It learns, says how well it translates, keeps its names of files, and translates by hand."""
+    output = launch.run(translation("--num-epochs", 3, "--batch-size", 16))
+    assert output.count("Configuration: ") == 1 and "so a small preset for: layers\n" in output
+    losses = metrics("weights", "train/loss")
+    assert losses[max(losses)] < 0.8 * losses[1]
+    assert output.count("PREDICTED: ") == 3 * 3
+    pattern = r"Validation loss: \S+ \| BLEU \S+ \| chrF \S+ \| CER \S+ \| WER \S+ \| nrefs:1\|"
+    assert len(re.findall(pattern, output)) == 3
+    assert list(metrics("weights", "validation/bleu")) == list(
+        metrics("weights", "validation/loss")
+    )
+    names = {path.name for path in Path("weights").iterdir()}
+    assert {f"tmodel_0{epoch}.pt" for epoch in range(3)} <= names
+    assert {"tokenizer_en.json", "tokenizer_it.json", "best", "final"} <= names
+
+    sentence = default_pairs()[0][0]
+    by_hand = [
+        launch.run(translation("--translate", sentence, "--beam", beams)) for beams in (1, 3)
+    ]
+    assert all(len(text.split()) > 1 and text.count("\n") == 1 for text in by_hand), by_hand
+    output = launch.run(translation("--translate", "x", "--model-folder", "no"), status=1)
+    assert output == "ERROR: model-folder: there is no no/best/model.pt: train first\n"
+
+
+@pytest.mark.long
+def test_two_processes_and_accumulation_end_where_one_process_ends(tmp_path):
+    """Each batch has another number of tokens, and a pair that is none fills the last ones."""
+    options = ("--dropout", 0, "--max-steps", 20, "--global-batch-size", 24, "--eval-freq", 10)
+    found = {}
+    for name, nproc, batch_size in [("one", None, 24), ("parts", None, 8), ("two", 2, 4)]:
+        folder = ("--model-folder", name, "--batch-size", batch_size)
+        launch.run(translation(*options, *folder, nproc=nproc))
+        found[name] = [metrics(name, f"{part}/loss") for part in ("train", "validation")]
+        found[name].append(newest(name)["model"])
+    for other in "parts", "two":
+        for part in 0, 1:
+            assert found[other][part] == pytest.approx(found["one"][part], rel=1e-4)
+        torch.testing.assert_close(found[other][2], found["one"][2], rtol=0, atol=2e-3)
+
+
+@pytest.mark.long
+def test_stopped_in_mid_epoch_it_ends_as_an_unbroken_run(tmp_path):
+    """SIGTERM to two ranks; the same command goes on, and ends with the same bits."""
+    command = translation("--num-epochs", 12, "--batch-size", 8, nproc=2)
+    launch.run([*command, "--model_folder", "unbroken"], 120)
+    job = launch.start(command)
+    wait_for(job, lambda output: "Step 60/" in output)
+    job.send_signal(signal.SIGTERM)
+    status, output = launch.finish(job, 30)
+    (step,) = re.findall(r"SIGTERM: saved at step (\d+), leaving", output)
+    assert status == 1 and int(step) >= 60
+    assert f"Resuming training from snapshot at Step {step}\n" in launch.run(command, 120)
+    torch.testing.assert_close(newest(), newest("unbroken"), rtol=0, atol=0)
+    for name in "train/loss", "validation/loss", "validation/bleu":
+        assert metrics("weights", name) == metrics("unbroken", name)
+
+
+@pytest.mark.long
+def test_preload(tmp_path):
+    """latest, the number of an epoch, none or an empty text; what is not there is one line."""
+    options = ("--batch-size", 32, "--num-epochs")
+    launch.run(translation(*options, 3))
+    total = newest()["steps_run"]
+    for word in "none", "":
+        output = launch.run(translation(*options, 3, "--preload", word), status=2)
+        assert "ERROR: preload: weights has snapshots: choose another --model-folder\n" in output
+    output = launch.run(translation(*options, 3, "--preload", 7), status=2)
+    assert "ERROR: preload: there is no tmodel_07.pt in weights\n" in output
+    output = launch.run(translation(*options, 3, "--preload", 0))
+    assert f"Resuming training from snapshot at Step {total // 3}\n" in output
+    assert {path.name for path in Path("weights").glob("tmodel_*")} == {
+        "tmodel_00.pt", "tmodel_01.pt", "tmodel_01.unused", "tmodel_02.pt", "tmodel_02.unused"
+    }  # fmt: skip
+    assert "there is nothing to train" in launch.run(
+        translation(*options, 3, "--preload", "latest")
+    )
+
+
+BAD = {
+    "heads": (["--heads", 3], "d-model: a multiple of 2 and of heads"),
+    "data": (["--dataset", "no.tsv"], "dataset no.tsv: "),
+    "language": (["--lang-tgt", "de"], r"dataset pairs.tsv: row 1 of pairs.tsv: 'de' is not there"),
+    "smoothing": (["--label-smoothing", 1], "label-smoothing: from 0 to 1"),
+    "word": (["--layers", "x"], "layers: invalid int value"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_of_translation_is_told_in_one_line(tmp_path, case):
+    """One line that begins with ERROR, exit status 2, no traceback."""
+    options, message = BAD[case]
+    output = launch.run(translation(*options), status=2, HF_HUB_OFFLINE="1")
+    errors = [line for line in output.splitlines() if not line.startswith("Rank: ")]
+    assert len(errors) == 1 and re.match(f"ERROR: .*{message}", errors[0]), output
+
+
+def test_the_commands_of_the_docstring():
+    """Their options are understood."""
+    text = " ".join(train_translation.__doc__.split())
+    commands = re.findall(r"(?:python|torchrun) .*?(?= (?:On two|With the|A dataset))", text)
+    assert len(commands) == 3
+    for command in commands:
+        options = shlex.split(command.partition("train_translation.py")[2])
+        (monkey := pytest.MonkeyPatch()).setattr("sys.argv", ["train_translation.py", *options])
+        args = train_translation.parse_args()
+        monkey.undo()
+        assert "mistake" not in vars(args), args
+
+
+@pytest.mark.long
+@pytest.mark.gpu(1)
+def test_translation_compiled_in_bfloat16_learns_what_the_cpu_learns(tmp_path):
+    """On a GPU: compiled for all lengths, in bfloat16, each loss near that of the CPU."""
+    options = ("--dropout", 0, "--max-steps", 30, "--batch-size", 16)
+    output = launch.run(translation(*options), 300)
+    assert re.search("dtype bfloat16, compile True", output)
+    launch.run(translation(*options, "--model-folder", "cpu"), CUDA_VISIBLE_DEVICES="")
+    found, expected = (metrics(name, "train/loss") for name in ("weights", "cpu"))
+    assert max(abs(found[step] / expected[step] - 1) for step in expected) < 0.05
+    assert json.loads(Path("weights/best/sizes.json").read_text())["d_model"] == 32
