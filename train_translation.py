@@ -200,8 +200,8 @@ def prepare_dataloader(dataset, args, device):
 def translate(args):
     """Print the translation of args.translate by the best model."""
     folder = Path(args.folder) / "best"
-    if not (folder / "model.pt").exists():
-        sys.exit(f"ERROR: model-folder: there is no {folder / 'model.pt'}: train first")
+    problem = f"model-folder: there is no {folder / 'model.pt'}: train first"
+    plumbing.all_exit_if(None if (folder / "model.pt").exists() else problem)
     model = Transformer(**json.loads((folder / "sizes.json").read_text()))
     model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
     model.eval()

@@ -56,7 +56,7 @@ def test_a_run_and_a_translation(tmp_path):
         launch.run(translation("--translate", sentence, "--beam", beams)) for beams in (1, 3)
     ]
     assert all(text.strip() and text.count("\n") == 1 for text in by_hand), by_hand
-    output = launch.run(translation("--translate", "x", "--model-folder", "no"), status=1)
+    output = launch.run(translation("--translate", "x", "--model-folder", "no"), status=2)
     assert output == "ERROR: model-folder: there is no no/best/model.pt: train first\n"
 
 
