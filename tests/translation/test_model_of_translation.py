@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 
 import pytest
 import torch
@@ -326,6 +327,7 @@ def test_sizes_that_do_not_fit_are_refused():
 
 
 @pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU, it needs a C++ compiler")
 def test_it_is_compiled_once_for_all_lengths():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
