@@ -43,10 +43,11 @@ from llm.model import (
     width,
 )
 from training import options
-from training.job import all_bind_cpus, all_patiently, ddp_setup, explain
+from training.job import all_patiently, explain
 from training.memory import exit_out_of_memory
 from training.metrics import all_start_wandb, print_patiently
-from training.sampler import StepSampler, all_exit_on_remainder
+from training.optimizer import adamw
+from training.sampler import StepSampler
 from training.snapshots import Snapshots
 from training.trainer import Trainer
 
@@ -170,15 +171,7 @@ def load_train_objs(args):
     tokenizer, model = load_model(args)  # load your tokenizer and your model
     if args.lr is None:  # GPT-3's rate for GPT-2's width, the less the wider; less to fine-tune
         args.lr = 5e-5 if args.init == "pretrained" else 6e-4 * 768 / width(model.config)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() >= 2]
-    vectors = [parameter for parameter in trained if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},  # biases and norms have nothing to gain from it
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    return tokenizer, model, optimizer
+    return tokenizer, model, adamw(model, args.lr, args.weight_decay, betas=(0.9, 0.95))
 
 
 def prepare_dataloader(dataset, args, device):
@@ -250,19 +243,8 @@ def complete(args):
 
 def build_trainer(args) -> LanguageModelTrainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
-    device = ddp_setup(args.timeout)
-    names = (
-        "save_dir",
-        "folder",
-        "dataset_name",
-        "model_name",
-        "tokenizer_name",
-    )  # paths of a machine
-    plumbing.all_exit_if_args_bad(args, may_differ=names)
-    all_exit_on_remainder(args)
-    if args.bind_cpus:
-        all_bind_cpus()
-    options.choose(args, device)
+    paths = ("save_dir", "folder", "dataset_name", "model_name", "tokenizer_name")
+    device = options.all_start(args, paths)
     tokenizer, model, optimizer = all_patiently(
         "model-name", args.model_name, load_train_objs, args
     )

@@ -27,10 +27,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 from training import options
-from training.job import all_bind_cpus, all_patiently, ddp_setup
+from training.job import all_patiently
 from training.memory import exit_out_of_memory
 from training.metrics import all_start_wandb, print_patiently
-from training.sampler import all_exit_on_remainder
+from training.optimizer import adamw
 from training.snapshots import Snapshots
 from training.trainer import Trainer
 from translation.data import EOS, PAD, SOS, LengthSampler, PairDataset, load_tokenizer
@@ -47,6 +47,8 @@ SHOWN = 3  # sentences that an evaluation prints
 
 class TranslationTrainer(Trainer):
     """What is particular to translation: its loss, and an evaluation that translates."""
+
+    dynamic = True  # a batch is as long as its longest sentence
 
     def __init__(self, model, tokenizers, train_data, held_out, optimizer, device, args, identity):
         self.tokenizers = tokenizers
@@ -66,10 +68,6 @@ class TranslationTrainer(Trainer):
         once = self.sampler.steps_per_epoch
         self.args.eval_freq = self.args.eval_freq or once
         self.args.ckpt_freq = self.args.ckpt_freq or once
-
-    def _compile(self):
-        super()._compile()
-        self.model.compile(dynamic=True)  # batches have many lengths
 
     def _run_batch(self, model, batch, targets_in_step):
         pin_memory = self.train_data.pin_memory
@@ -169,21 +167,17 @@ def load_datasets(args):
 
 def all_load_datasets(args):
     """The same on all ranks. On each machine one process trains the tokenizers."""
-    first = load_datasets if dist.get_node_local_rank() == 0 else lambda *_: None
-    all_patiently("dataset", args.dataset, first, args)
-    return all_patiently("dataset", args.dataset, load_datasets, args)
+    turns = [load_datasets, lambda *_: None]
+    if dist.get_node_local_rank() > 0:
+        turns.reverse()  # these find the tokenizers that the first has trained
+    loaded = [all_patiently("dataset", args.dataset, work, args) for work in turns]
+    return loaded[0] or loaded[1]
 
 
 def load_train_objs(args, tokenizers):
     torch.manual_seed(args.seed)  # the same initial weights in every run
     model = Transformer(**sizes_of(args, tokenizers), dropout=args.dropout)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return model, torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98), fused=True)
+    return model, adamw(model, args.lr, args.weight_decay, betas=(0.9, 0.98))
 
 
 def prepare_dataloader(dataset, args, device):
@@ -209,10 +203,8 @@ def translate(args):
         Tokenizer.from_file(str(folder / f"{name}.json")) for name in ("source", "target")
     )
     tokens = torch.tensor([[SOS, *source.encode(args.translate).ids, EOS]])
-    longest = {"longest": args.seq_len}
-    decode = greedy if args.beam == 1 else beam
-    beams = {} if args.beam == 1 else {"beams": args.beam}
-    print(target.decode(decode(model, tokens, SOS, EOS, **longest, **beams)[0].tolist()))
+    tokens = beam(model, tokens, SOS, EOS, args.seq_len, args.beam)  # one beam is greedy
+    print(target.decode(tokens[0].tolist()))
 
 
 def parse_args():
@@ -271,12 +263,7 @@ def complete(args):
 
 def build_trainer(args) -> TranslationTrainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
-    device = ddp_setup(args.timeout)
-    plumbing.all_exit_if_args_bad(args, may_differ=("folder", "model_folder", "dataset"))
-    all_exit_on_remainder(args)
-    if args.bind_cpus:
-        all_bind_cpus()
-    options.choose(args, device)
+    device = options.all_start(args, paths=("folder", "model_folder", "dataset"))
     tokenizers, train_set, held_out = all_load_datasets(args)
     model, optimizer = load_train_objs(args, tokenizers)
     if dist.get_rank() == 0:

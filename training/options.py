@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+from training.job import all_bind_cpus, ddp_setup
+from training.sampler import all_exit_on_remainder
+
 POSITIVE = ("batch_size", "global_batch_size", "num_epochs", "max_steps", "log_freq", "eval_freq")
 POSITIVE += ("ckpt_freq", "bucket_cap_mb", "timeout")
 NOT_NEGATIVE = ("lr", "warmup_steps", "weight_decay", "clip_norm", "dropout", "seed")
@@ -92,11 +95,18 @@ def check(args: argparse.Namespace):
         plumbing.refuse(f"cannot write in {args.folder} ({error.strerror}): choose another folder")
 
 
-def choose(args: argparse.Namespace, device: torch.device):
-    """Fill in what follows from the device."""
+def all_start(args: argparse.Namespace, paths: tuple[str, ...]) -> torch.device:
+    """Join the group and see that all typed the same, but for `paths`; fill in what follows from
+    the device, and return it."""
+    device = ddp_setup(args.timeout)
+    plumbing.all_exit_if_args_bad(args, may_differ=paths)
+    all_exit_on_remainder(args)
+    if args.bind_cpus:
+        all_bind_cpus()
     on_gpu = device.type == "cuda"
     args.compile = on_gpu if args.compile is None else args.compile
     if args.dtype == "auto":
         fast = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
         args.dtype = "bfloat16" if fast else "float32"
     args.fits = False  # that is to be seen
+    return device

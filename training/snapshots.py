@@ -269,15 +269,3 @@ def all_compare(identity: dict, name: str) -> str:
     told = next(filter(None, (differences(ranks[0][0], each) for each, _ in ranks)), "")
     plumbing.all_exit_if(f"not the same on all machines: {told}" if told else None)
     return ranks[0][1]
-
-
-def make_optimizer_state(optimizer: torch.optim.Optimizer):
-    """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()

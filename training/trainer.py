@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 from training.job import all_count_machines
 from training.memory import all_fit_batch_size, problem_with_gradients
 from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops
+from training.optimizer import make_optimizer_state
 from training.sampler import all_exit_on_remainder
 from training.signals import StopSignals
-from training.snapshots import Snapshots, all_compare, differences, make_optimizer_state
+from training.snapshots import Snapshots, all_compare, differences
 
 
 class Trainer:
@@ -34,6 +35,7 @@ class Trainer:
 
     flops_per_token = None  # known, it makes MFU known
     tokens_in_sample = None  # where all samples have equally many
+    dynamic = False  # whether batches have many shapes, so that one compilation has to do for all
 
     def __init__(
         self,
@@ -140,8 +142,7 @@ class Trainer:
         # for each bucket of gradients: the first can be sent while the next are computed. On one
         # machine the pieces cost more than that saves.
         torch._dynamo.config.optimize_ddp = all_count_machines() > 1
-        # In place: the names of the parameters stay as they are. All batches have one shape.
-        self.model.compile(dynamic=False)
+        self.model.compile(dynamic=self.dynamic)  # in place: the parameters keep their names
 
     def _fit_batch_size(self):
         """Divide the batch until it fits on all GPUs. More accumulation makes the same steps."""

@@ -247,19 +247,3 @@ def beam(
         tokens = torch.cat((tokens[rows], newest.view(-1, 1)), dim=1)
         past = select(past, rows)
     return tokens.view(batch, beams, -1)[:, 0, 1:]
-
-
-def flops_per_pair(model: Transformer, source_length: int, target_length: int) -> int:
-    """Floating-point operations of a training step for one pair, in its products of matrices.
-
-    6 for each token and weight that meet (2 forward, 4 backward), and 12 d_model in each layer for
-    each query and key. What a causal mask hides is counted too, as in llm/."""
-    width, layers = model.d_model, len(model.decoder)
-    encoder, decoder, output = (
-        sum(p.numel() for p in part.parameters() if p.dim() > 1)  # the others are no matrices
-        for part in (model.encoder, model.decoder, model.output)
-    )
-    of_source = 2 * width**2 * layers  # the decoder's weights for keys and values of the source
-    meet = source_length * (encoder + of_source) + target_length * (decoder - of_source + output)
-    looks = source_length**2 + target_length * source_length + target_length**2
-    return 6 * meet + 12 * width * layers * looks

@@ -7,11 +7,9 @@ import shutil
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.flop_counter import FlopCounterMode
 
-from translation.model import Transformer, beam, flops_per_pair, greedy, loss_sum, positions
+from translation.model import Transformer, beam, greedy, loss_sum, positions
 
 PAD, SOS, EOS, WORDS = 0, 1, 2, 3  # WORDS: the first id of a word
 SOURCE_VOCAB, TARGET_VOCAB = 11, 13
@@ -311,13 +309,6 @@ def test_beams_prefer_long_translations_the_more_the_larger_alpha_is(beams):
         assert [(row + [EOS])[:4] for row in found[-1]] == expected
     lengths = [sum(map(len, rows)) for rows in found]
     assert lengths[0] < lengths[1] < lengths[2]
-
-
-def test_flops_are_those_that_torch_counts():
-    model, counter = build(), FlopCounterMode(display=False)
-    with sdpa_kernel(SDPBackend.MATH), counter:
-        model(sentences([5]), sentences([9], TARGET_VOCAB)).sum().backward()
-    assert flops_per_pair(model, 7, 11) == counter.get_total_flops()
 
 
 def test_sizes_that_do_not_fit_are_refused():

@@ -1,0 +1,27 @@
+"""AdamW as real runs have it."""
+
+import torch
+
+
+def adamw(model, lr: float, weight_decay: float, betas: tuple[float, float]) -> torch.optim.AdamW:
+    """Of the parameters that learn, with weight decay for matrices only."""
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in learning if parameter.dim() >= 2]
+    vectors = [parameter for parameter in learning if parameter.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},  # biases and norms have nothing to gain from it
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def make_optimizer_state(optimizer: torch.optim.Optimizer):
+    """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for state in optimizer.state.values():
+        state["step"].zero_()
