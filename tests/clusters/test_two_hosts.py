@@ -1,4 +1,4 @@
-"""multinode.py on two hosts with a network between them and a disk each."""
+"""multinode.py and train_translation.py on two hosts: a network between them, a disk each."""
 
 import re
 import shutil
@@ -10,6 +10,9 @@ import pytest
 import torch
 from hosts import Network, needs_namespaces
 from launch import assert_same, snapshot
+from llm_runs import metrics
+
+from translation.grammar import default_pairs
 
 pytestmark = [pytest.mark.long, needs_namespaces]
 
@@ -123,3 +126,86 @@ def test_an_elastic_job_goes_on_with_one_host(network):
     assert "World size: 4" in output and "World size: 2" in output
     assert output.count("Resuming training from snapshot at Epoch 10") == 1
     assert snapshot(alpha.folder / "snapshot.pt")["epochs_run"] == 60
+
+
+TINY = "--dataset pairs.tsv --d_model 16 --layers 1 --heads 2 --d_ff 32 --dropout 0 --seq-len 40"
+TINY += " --num-decode 4 --num-epochs 5 --log-freq 1 --lr 2e-3"
+STEPS = 36  # in an epoch
+
+
+def typed_for_translation(address, *options):
+    """The command of docs/translation.md for two machines, made small, with torchrun's options."""
+    text = (launch.ROOT / "docs/translation.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^torchrun .*HOST.*$", text, re.MULTILINE)
+    _, *typed = command.replace("HOST", address).split()
+    return [sys.executable, "-m", "torch.distributed.run", *options, *typed, *TINY.split()]
+
+
+def on_a_new_disk(folder):
+    """A copy of the scripts and of the data."""
+    folder.mkdir(exist_ok=True)
+    launch.copy_scripts(folder)
+    pairs = map("\t".join, [("en", "it"), *default_pairs()[::10]])
+    (folder / "pairs.tsv").write_text("\n".join(pairs))
+    return folder
+
+
+def kill_in_mid_epoch(dying, job, rank_0, epoch):
+    """Kill all on the host `dying` in mid-epoch, after the snapshot of `epoch`; the others have to
+    end by themselves. `job` has {host: its agent}. Return what all printed."""
+    saved, step = f"snapshot saved at weights/tmodel_{epoch:02d}.pt\n", STEPS * (epoch + 1) + 4
+    launch.wait_for(job[rank_0], lambda output: saved in output and f"Step {step}/" in output)
+    dying.die()
+    outputs = []
+    for host, agent in job.items():
+        status, output = launch.finish(agent, 60)
+        assert status == (-9 if host is dying else 1), output
+        assert host.processes() == []
+        outputs.append(output)
+    return "".join(outputs)
+
+
+def epochs_saved(host):
+    """The epochs of the snapshots on its disk."""
+    return sorted(int(path.stem[-2:]) for path in host.folder.glob("weights/tmodel_*.pt"))
+
+
+def test_translation_goes_on_when_a_host_has_died(network, tmp_path):
+    """First the host without a snapshot dies, then, when rank 0 has moved to it, that with the
+    newest. It ends with the bits of one machine with 4 processes, and the losses of one process.
+    """
+    one = on_a_new_disk(tmp_path / "one")
+    args = ["train_translation.py", *TINY.split(), "--batch_size"]
+    launch.run(launch.python(*args, 32, "--model_folder", "alone"), cwd=one)
+    launch.run(launch.torchrun(*args, 8, nproc=4), cwd=one)
+
+    alpha, beta = network.hosts
+    for host in network.hosts:
+        on_a_new_disk(host.folder)
+    command = typed_for_translation("10.77.0.1")
+    job = {host: host.start(command) for host in network.hosts}
+    kill_in_mid_epoch(beta, job, rank_0=alpha, epoch=0)
+    assert epochs_saved(beta) == []
+    begin = STEPS * (1 + max(epochs_saved(alpha)))
+
+    # Ranks follow the addresses, sorted as text.
+    job = {}
+    for host, address in (alpha, "fd77::1"), (beta, "10.77.0.2"):
+        swapped = typed_for_translation("10.77.0.2", f"--local-addr={address}")
+        job[host] = host.start(swapped)
+    output = kill_in_mid_epoch(beta, job, rank_0=beta, epoch=2)
+    assert output.count(f"Resuming training from snapshot at Step {begin}\n") == 1
+    assert max(epochs_saved(alpha)) < max(epochs_saved(beta))
+    begin = STEPS * (1 + max(epochs_saved(beta)))
+
+    outputs = finish([host.start(command) for host in network.hosts])
+    assert "".join(outputs).count(f"Resuming training from snapshot at Step {begin}\n") == 1
+    final = "weights/final/model.pt"
+    assert not (beta.folder / final).exists()
+    found, unbroken = (torch.load(disk / final) for disk in (alpha.folder, one))
+    torch.testing.assert_close(found, unbroken, rtol=0, atol=0)
+    for name in "train/loss", "validation/loss":
+        parts = [metrics(host.folder / "weights", name) for host in (beta, alpha)]
+        found = parts[0] | parts[1]  # those in the middle are on the disk of beta
+        assert found == metrics(one / "weights", name)
+        assert found == pytest.approx(metrics(one / "alone", name), rel=1e-4)
