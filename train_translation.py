@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
 from training import options
-from training.job import all_patiently
+from training.job import all_patiently, explain
 from training.memory import exit_out_of_memory
 from training.metrics import all_start_wandb, print_patiently
 from training.optimizer import adamw
@@ -87,7 +87,10 @@ class TranslationTrainer(Trainer):
 
     def _largest_batch(self, batch_size):
         dataset = self.train_data.dataset
-        return dataset.__getitems__([int(dataset.target_tokens.argmax())] * batch_size)
+        longest = [int(dataset.target_tokens.argmax())] * batch_size
+        source, *target = dataset.__getitems__(longest)
+        # Longer than the target, or the compiled model would be one for pairs of equal length.
+        return F.pad(source, (0, 8), value=PAD), *target
 
     def _evaluate(self):
         """The loss on all pairs that are held out. And the first of them are translated, by all."""
@@ -196,12 +199,14 @@ def translate(args):
     folder = Path(args.folder) / "best"
     problem = f"model-folder: there is no {folder / 'model.pt'}: train first"
     plumbing.all_exit_if(None if (folder / "model.pt").exists() else problem)
-    model = Transformer(**json.loads((folder / "sizes.json").read_text()))
-    model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    try:
+        model = Transformer(**json.loads((folder / "sizes.json").read_text()))
+        model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+        files = (str(folder / f"{name}.json") for name in ("source", "target"))
+        source, target = map(Tokenizer.from_file, files)
+    except Exception as error:  # each of the three libraries has its own
+        plumbing.all_exit_if(f"model-folder: {folder} is damaged ({explain(error)}): train again")
     model.eval()
-    source, target = (
-        Tokenizer.from_file(str(folder / f"{name}.json")) for name in ("source", "target")
-    )
     tokens = torch.tensor([[SOS, *source.encode(args.translate).ids, EOS]])
     tokens = beam(model, tokens, SOS, EOS, args.seq_len, args.beam)  # one beam is greedy
     print(target.decode(tokens[0].tolist()))
@@ -228,7 +233,8 @@ def parse_args():
     option("--label-smoothing", type=float, default=0.1, help="probability of other tokens (0.1)")
     option("--model-folder", default="weights", help="where the run saves (weights)")
     option("--model-basename", default="tmodel_{0:02d}.pt", help="of the snapshot of an epoch")
-    option("--preload", dest="resume", help="snapshot: latest, the number of an epoch, none")
+    which = {"dest": "resume", "type": options.snapshot_to_resume}
+    option("--preload", **which, help="snapshot: latest, the number of an epoch, none (latest)")
     option("--num-decode", type=int, default=500, help="sentences that an evaluation translates")
     parser.set_defaults(dropout=0.1, wandb_group="exp1")
     parser.set_defaults(num_epochs=None, batch_size=None, eval_freq=None, ckpt_freq=None)
@@ -242,7 +248,6 @@ def complete(args):
     for name in args.preset:
         setattr(args, name, (SMALL if small else SIZES)[name])
     args.folder, args.seq_length = args.model_folder, args.seq_len
-    args.resume = args.resume or "none"
     for name in (
         "beam",
         "vocab_size",
@@ -264,6 +269,8 @@ def complete(args):
 def build_trainer(args) -> TranslationTrainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
     device = options.all_start(args, paths=("folder", "model_folder", "dataset"))
+    # This kind of attention plans anew for each length, which takes longer than a step.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     tokenizers, train_set, held_out = all_load_datasets(args)
     model, optimizer = load_train_objs(args, tokenizers)
     if dist.get_rank() == 0:
@@ -276,7 +283,11 @@ def build_trainer(args) -> TranslationTrainer:
 
 
 def digest_of(*datasets):
-    tokens = [(dataset.sources, dataset.targets) for dataset in datasets]
+    tokens = [
+        [row.tolist() for row in rows]
+        for dataset in datasets
+        for rows in (dataset.sources, dataset.targets)
+    ]
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 

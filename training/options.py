@@ -44,7 +44,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     snapshot = "steps from one snapshot to the next (250)"
     option("--ckpt-freq", type=int, default=250, help=snapshot)
     resume = "snapshot: latest, the number of a step, none (latest)"
-    option("--resume", default="latest", help=resume)
+    option("--resume", type=snapshot_to_resume, default="latest", help=resume)
     types = ("auto", "bfloat16", "float32")
     option("--dtype", choices=types, default="auto", help="of products")
     yes_or_no = argparse.BooleanOptionalAction
@@ -57,6 +57,14 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
     option("--wandb", help="offline needs no account (disabled)", **modes)
     option("--wandb-group", help="log every rank, in a group of this name (rank 0 only)")
     return parser
+
+
+def snapshot_to_resume(text: str) -> str:
+    """The type of `--resume`. Nothing is none."""
+    if text and not re.fullmatch("latest|none|[0-9]{1,8}", text):
+        kinds = "latest, none or the number of a snapshot"
+        raise argparse.ArgumentTypeError(f"give {kinds}, not {text!r}")
+    return text or "none"
 
 
 def parse(parser: argparse.ArgumentParser, complete: Callable) -> argparse.Namespace:
@@ -84,10 +92,6 @@ def check(args: argparse.Namespace):
         limit = math.inf if isinstance(given, float) else 2**31
         if given is not None and not value <= given < limit:
             plumbing.refuse(f"{name.replace('_', '-')}: at least {value}, not {given}")
-    if not (args.resume in ("latest", "none") or re.fullmatch("[0-9]{1,8}", args.resume)):
-        plumbing.refuse(
-            f"resume: give latest, none or the number of a snapshot, not {args.resume!r}"
-        )
     try:
         Path(args.folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=args.folder).close()  # better told now than at the first save

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import os
+import uuid
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
@@ -49,32 +51,37 @@ def load_tokenizer(path: Path, sentences: list[str], kind: str, vocab_size: int)
         pass
     tokenizer = train_tokenizer(sentences, kind, vocab_size)
     path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # two machines may share the folder
     for file, content in ((path, tokenizer.to_str(pretty=True)), (trained_on, digest)):
-        file.with_suffix(".tmp").write_text(content, encoding="utf-8")
-        os.replace(file.with_suffix(".tmp"), file)
+        beside.write_text(content, encoding="utf-8")
+        os.replace(beside, file)
     return tokenizer
 
 
 class PairDataset(Dataset):
-    """Pairs of sentences as tokens: the source SOS … EOS, the target without both.
+    """Pairs of sentences as tokens, both SOS … EOS.
 
     A pair with more than `seq_len` tokens in one of them is left out; `too_long` counts these.
     """
 
     def __init__(self, pairs, source: Tokenizer, target: Tokenizer, seq_len: int):
-        sources, targets = zip(*pairs, strict=True)
         encoded = [
-            [each.ids for each in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
-            for tokenizer, texts in ((source, sources), (target, targets))
+            [np.array([SOS, *each.ids, EOS]) for each in tokenizer.encode_batch(list(texts))]
+            for tokenizer, texts in zip((source, target), zip(*pairs, strict=True), strict=True)
         ]
-        fits = [max(map(len, each)) + 2 <= seq_len for each in zip(*encoded, strict=True)]
+        fits = [max(map(len, each)) <= seq_len for each in zip(*encoded, strict=True)]
         kept = [each for each, fit in enumerate(fits) if fit]
         self.too_long = len(fits) - len(kept)
+        if not kept:
+            raise ValueError(f"all {len(fits):,} pairs have more than {seq_len} tokens (--seq-len)")
         self.pairs = [pairs[each] for each in kept]
-        self.sources = [[SOS, *encoded[0][each], EOS] for each in kept]
-        self.targets = [encoded[1][each] for each in kept]
-        # What the loss of a pair is summed over: the target's tokens and its end.
-        self.target_tokens = torch.tensor([len(each) + 1 for each in self.targets])
+        self.sources, self.targets = ([texts[each] for each in kept] for texts in encoded)
+        # What the loss of a pair is summed over: all tokens of the target but SOS.
+        self.target_tokens = torch.tensor([len(each) - 1 for each in self.targets])
+        # Index -1, which stands for no pair, finds the last: one without a label. Its source has
+        # two tokens, since attention to nothing at all would be 0 / 0.
+        self.sources.append(np.array([SOS, EOS]))
+        self.targets.append(np.array([SOS, PAD]))
 
     def __len__(self):
         return len(self.pairs)
@@ -82,20 +89,19 @@ class PairDataset(Dataset):
     def __getitems__(self, indices):
         """(source, decoder input, labels), each (batch, length) int64, padded to multiples of 8.
 
-        The decoder is given SOS … and has to predict … EOS. Index -1 is an empty pair without a
-        label, whose source has two tokens: attention to nothing at all would be 0 / 0.
+        The decoder is given SOS … and has to predict … EOS.
         """
-        sources = [self.sources[i] if i >= 0 else [SOS, EOS] for i in indices]
-        inputs = [[SOS, *self.targets[i]] if i >= 0 else [SOS] for i in indices]
-        labels = [[*self.targets[i], EOS] if i >= 0 else [] for i in indices]
-        length = max(map(len, inputs))
-        return padded(sources), padded(inputs, length), padded(labels, length)
+        targets = [self.targets[i] for i in indices]
+        inputs, labels = [each[:-1] for each in targets], [each[1:] for each in targets]
+        return padded([self.sources[i] for i in indices]), padded(inputs), padded(labels)
 
 
-def padded(rows: list[list[int]], length: int | None = None, multiple: int = 8) -> torch.Tensor:
+def padded(rows: list[np.ndarray], multiple: int = 8) -> torch.Tensor:
     """Rows of tokens as one tensor, with PAD behind each, as long as a multiple of `multiple`."""
-    length = -(-(length or max(map(len, rows))) // multiple) * multiple
-    return torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
+    lengths = np.array([len(row) for row in rows])
+    table = np.full((len(rows), -(-lengths.max() // multiple) * multiple), PAD)
+    table[np.arange(table.shape[1]) < lengths[:, None]] = np.concatenate(rows)
+    return torch.from_numpy(table)
 
 
 class LengthSampler(StepSampler):

@@ -85,6 +85,9 @@ def is_held_out(sentence: str) -> bool:
 def split(pairs: list[tuple[str, str]]) -> tuple[list, list]:
     """The pairs to train on and those held out. No sentence of the latter is in the former."""
     held_out = [pair for pair in pairs if is_held_out(pair[0])]
-    sources, targets = (set(sentences) for sentences in zip(*held_out, strict=True))
+    sources, targets = {source for source, _ in held_out}, {target for _, target in held_out}
     train = [(a, b) for a, b in pairs if a not in sources and b not in targets]
+    if not train or not held_out:
+        counts = f"{len(train)} to train on and {len(held_out)} held out"
+        raise ValueError(f"its {len(pairs)} pairs are too few: {counts}")
     return train, held_out

@@ -103,10 +103,14 @@ def test_batches_of_pairs():
     )
     dataset = PairDataset(PAIRS[:30], source, target, 350)
     sources, inputs, labels = dataset.__getitems__([3, -1])
-    assert sources[0].tolist()[: len(dataset.sources[3])] == dataset.sources[3]
-    assert dataset.sources[3][0] == SOS and dataset.sources[3][-1] == EOS
+    row = [SOS, *source.encode(PAIRS[3][0]).ids, EOS]
+    assert sources[0].tolist() == row + [PAD] * (sources.shape[1] - len(row))
     count = int(dataset.target_tokens[3])
-    assert inputs[0, 1:count].tolist() == labels[0, : count - 1].tolist() == dataset.targets[3]
+    assert (
+        inputs[0, 1:count].tolist()
+        == labels[0, : count - 1].tolist()
+        == target.encode(PAIRS[3][1]).ids
+    )
     assert inputs[0, 0] == SOS and labels[0, count - 1] == EOS
     assert (labels[0, count:] == PAD).all() and (inputs[0, count:] == PAD).all()
     assert (labels[1] == PAD).all() and sources[1, :2].tolist() == [SOS, EOS]

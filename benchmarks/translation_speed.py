@@ -1,0 +1,121 @@
+"""Measure train_translation.py beside a bare loop around the same model, in turns, in one process.
+
+Run:  python benchmarks/translation_speed.py --batch_size 256
+      torchrun --standalone --nproc_per_node=2 benchmarks/translation_speed.py --batch_size 256
+
+Takes the options of train_translation.py. The script's steps have all that belongs to them (data,
+DDP, agreement, report). The bare loop has the same compiled model, loss and optimizer, and batches
+of the same pairs that lie on the device already.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+ROUNDS, STEPS, WARM_UP = 5, 60, 60
+
+
+def build(folder):
+    import train_translation
+
+    os.chdir(folder)
+    with redirect_stdout(sys.stderr):
+        args = train_translation.parse_args()
+        args.log_freq, args.max_steps = 50, 1_000_000
+        trainer = train_translation.build_trainer(args)
+    trainer.signals.number = 0
+    trainer.log.write = lambda line: None
+    trainer.batches = iter(trainer.train_data)
+    return trainer
+
+
+def script(trainer, first):
+    """As in Trainer.train."""
+    for step in range(first, first + STEPS):
+        trainer._run_step(step)
+        trainer.steps_run = step + 1
+        trainer.log.bar.update()
+        trainer._agree()
+        if trainer.steps_run % trainer.args.log_freq == 0:
+            trainer._problem_with_gradients()
+            trainer._report()
+
+
+def batches_of(trainer, first):
+    """The batches of these steps as the script would make them, on the device."""
+    dataset, sampler, found = trainer.train_data.dataset, trainer.sampler, []
+    for step in range(first, first + STEPS):
+        rows = sampler.samples(step)[dist.get_rank() :: dist.get_world_size()]
+        batch = [each.to(trainer.device) for each in dataset.__getitems__(rows.tolist())]
+        found.append((batch, trainer._targets_in_step(step)))
+    return found
+
+
+def bare(trainer, batches):
+    from train_translation import PAD, loss_sum
+
+    model, optimizer, args = trainer.model.module, trainer.optimizer, trainer.args
+    for (source, inputs, labels), targets in batches:
+        with torch.autocast(trainer.device.type, torch.bfloat16, args.dtype == "bfloat16"):
+            logits = model(source, inputs)
+        (loss_sum(logits, labels, PAD, args.label_smoothing) / targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def seconds(work, *args):
+    """How long `work` takes, on the device too."""
+    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
+    synchronize()
+    begin = time.perf_counter()
+    work(*args)
+    synchronize()
+    return time.perf_counter() - begin
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(folder)
+        begin = time.perf_counter()
+        for step in range(WARM_UP):
+            trainer._run_step(step)
+        bare(trainer, batches_of(trainer, WARM_UP)[:WARM_UP])
+        warm_up = time.perf_counter() - begin
+        speeds = {"script": [], "bare": []}
+        for turn in range(ROUNDS):
+            first = WARM_UP + turn * STEPS
+            batches = batches_of(trainer, first)
+            targets = sum(count for _, count in batches) / dist.get_world_size()
+            speeds["script"].append(targets / seconds(script, trainer, first))
+            speeds["bare"].append(targets / seconds(bare, trainer, batches))
+        if trainer.rank == 0:
+            print(f"torch {torch.__version__}, {dist.get_world_size()} x", end=" ")
+            print(torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", end="")
+            print(f", the first steps and compiling took {warm_up:.0f} s")
+            for name, found in speeds.items():
+                rounds = ", ".join(f"{each:,.0f}" for each in found)
+                print(f"{name:6} {statistics.median(found):9,.0f} target tokens/s a GPU ({rounds})")
+            print(f"script : bare {ratio(speeds):.3f}")
+        del trainer
+        dist.destroy_process_group()
+
+
+def ratio(speeds):
+    """The median of the turns: each compares neighbours in time, on the same pairs."""
+    turns = zip(speeds["script"], speeds["bare"], strict=True)
+    return statistics.median(script / bare for script, bare in turns)
+
+
+if __name__ == "__main__":
+    main()
