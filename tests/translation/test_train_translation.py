@@ -120,6 +120,10 @@ BAD = {
     "language": (["--lang-tgt", "de"], r"dataset pairs.tsv: row 1 of pairs.tsv: 'de' is not there"),
     "smoothing": (["--label-smoothing", 1], "label-smoothing: from 0 to 1"),
     "word": (["--layers", "x"], "layers: invalid int value"),
+    "preload": (["--preload", "x"], "argument --preload: give latest, none or the number"),
+    "too long": (["--seq-len", 3], r"dataset pairs.tsv: all \d+ pairs have more than 3 tokens"),
+    "too few": (["--dataset", "few.tsv"], "dataset few.tsv: its 1 pairs are too few"),
+    "damaged": (["--translate", "x"], "model-folder: weights/best is damaged"),
 }
 
 
@@ -128,6 +132,9 @@ BAD = {
 def test_bad_input_of_translation_is_told_in_one_line(tmp_path, case):
     """One line that begins with ERROR, exit status 2, no traceback."""
     options, message = BAD[case]
+    Path("few.tsv").write_text("en\tit\na\tb\n")
+    Path("weights/best").mkdir(parents=True)
+    Path("weights/best/model.pt").write_text("no model")
     output = launch.run(translation(*options), status=2, HF_HUB_OFFLINE="1")
     errors = [line for line in output.splitlines() if not line.startswith("Rank: ")]
     assert len(errors) == 1 and re.match(f"ERROR: .*{message}", errors[0]), output
