@@ -3,9 +3,8 @@
 They are the same files in each language, and a paragraph has the same id in all of them. They
 come as packages without a hub (Debian: libreoffice-help-en-us, libreoffice-help-it), under MPL 2.0.
 
-Run:  cd /usr/share/libreoffice/help
-      python benchmarks/help_pairs.py en-US it --output ~/help.tsv    (with its path from here)
-      python train_translation.py --dataset ~/help.tsv
+Run:  python benchmarks/help_pairs.py /usr/share/libreoffice/help/{en-US,it}
+      python train_translation.py --dataset help.tsv
 """
 
 import argparse

@@ -85,6 +85,8 @@ def seconds(work, *args):
 
 
 def main():
+    if {"-h", "--help"} & set(sys.argv):
+        return print(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(folder)
         begin = time.perf_counter()
