@@ -269,7 +269,7 @@ def complete(args):
 def build_trainer(args) -> TranslationTrainer:
     """Everything from the process group to the Trainer, which a run needs before its first step."""
     device = options.all_start(args, paths=("folder", "model_folder", "dataset"))
-    # This kind of attention plans anew for each length, which takes longer than a step.
+    # cuDNN's attention plans anew for each pair of lengths that it has not seen.
     torch.backends.cuda.enable_cudnn_sdp(False)
     tokenizers, train_set, held_out = all_load_datasets(args)
     model, optimizer = load_train_objs(args, tokenizers)
@@ -284,9 +284,11 @@ def build_trainer(args) -> TranslationTrainer:
 
 def digest_of(*datasets):
     tokens = [
-        [row.tolist() for row in rows]
+        [
+            [source.tolist() for source in dataset.sources[: len(dataset)]],
+            [target[1:-1].tolist() for target in dataset.targets[: len(dataset)]],
+        ]
         for dataset in datasets
-        for rows in (dataset.sources, dataset.targets)
     ]
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 

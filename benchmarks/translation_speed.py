@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from llm_speed import seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -74,16 +75,6 @@ def bare(trainer, batches):
         optimizer.zero_grad(set_to_none=False)
 
 
-def seconds(work, *args):
-    """How long `work` takes, on the device too."""
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    synchronize()
-    begin = time.perf_counter()
-    work(*args)
-    synchronize()
-    return time.perf_counter() - begin
-
-
 def main():
     if {"-h", "--help"} & set(sys.argv):
         return print(__doc__)
@@ -92,7 +83,7 @@ def main():
         begin = time.perf_counter()
         for step in range(WARM_UP):
             trainer._run_step(step)
-        bare(trainer, batches_of(trainer, WARM_UP)[:WARM_UP])
+        bare(trainer, batches_of(trainer, WARM_UP))
         warm_up = time.perf_counter() - begin
         speeds = {"script": [], "bare": []}
         for turn in range(ROUNDS):

@@ -152,3 +152,13 @@ def test_scores_of_all_sentences_together():
     assert "tok:13a" in signature
     found, _ = scores([*texts[:-1], texts[-1].replace("gatto", "cane")], texts)
     assert 90 < found["bleu"] < 100 and found["wer"] == pytest.approx(1 / (20 * 8))
+
+
+def test_the_digest_of_data_is_that_of_older_snapshots():
+    """Else a run would be told, after an update, that its data is other data."""
+    from train_translation import digest_of
+
+    pairs = [("a dog", "un cane"), ("a cat", "un gatto")]
+    tokenizers = (train_tokenizer(list(texts), "word", 99) for texts in zip(*pairs, strict=True))
+    older = "40025946ae249e2145ef7ada7f33ac8a7531bddf5d14c93ff3127c4fd2f169bc"
+    assert digest_of(PairDataset(pairs, *tokenizers, 350)) == older
