@@ -69,6 +69,13 @@ class TranslationTrainer(Trainer):
         self.args.eval_freq = self.args.eval_freq or once
         self.args.ckpt_freq = self.args.ckpt_freq or once
 
+    def _compile(self):
+        from torch._inductor import config  # takes a second to import, so only where it is used
+
+        # Its kernels are for large batches only: small ones would compile the model once more.
+        config.triton.mix_order_reduction = False
+        super()._compile()
+
     def _run_batch(self, model, batch, targets_in_step):
         pin_memory = self.train_data.pin_memory
         source, inputs, labels = (each.to(self.device, non_blocking=pin_memory) for each in batch)
@@ -285,8 +292,8 @@ def build_trainer(args) -> TranslationTrainer:
 def digest_of(*datasets):
     tokens = [
         [
-            [source.tolist() for source in dataset.sources[: len(dataset)]],
-            [target[1:-1].tolist() for target in dataset.targets[: len(dataset)]],
+            [dataset.sources[i].tolist() for i in range(len(dataset))],
+            [dataset.targets[i][1:-1].tolist() for i in range(len(dataset))],
         ]
         for dataset in datasets
     ]

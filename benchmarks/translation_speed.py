@@ -34,15 +34,17 @@ def build(folder):
         args = train_translation.parse_args()
         args.log_freq, args.max_steps = 50, 1_000_000
         trainer = train_translation.build_trainer(args)
+    if trainer.sampler.accumulation(0) > 1:
+        sys.exit("One batch makes a step here: give a smaller --batch_size, no --global-batch-size")
     trainer.signals.number = 0
     trainer.log.write = lambda line: None
     trainer.batches = iter(trainer.train_data)
     return trainer
 
 
-def script(trainer, first):
+def script(trainer, first, steps=STEPS):
     """As in Trainer.train."""
-    for step in range(first, first + STEPS):
+    for step in range(first, first + steps):
         trainer._run_step(step)
         trainer.steps_run = step + 1
         trainer.log.bar.update()
@@ -81,8 +83,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(folder)
         begin = time.perf_counter()
-        for step in range(WARM_UP):
-            trainer._run_step(step)
+        script(trainer, 0, WARM_UP)
         bare(trainer, batches_of(trainer, WARM_UP))
         warm_up = time.perf_counter() - begin
         speeds = {"script": [], "bare": []}

@@ -59,7 +59,7 @@ class Trainer:
         self.steps_run = 0
         self.steps_evaluated = 0
         self.best_loss = math.inf
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.targets = [], [], 0  # since the last report
         self.stopwatch = Stopwatch(device)
         self.signals, self.snapshots = StopSignals(), snapshots
         self.snapshots.all_lock()
@@ -198,6 +198,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=False)  # they stay where they are sent from
         self.losses.append(loss)
         self.norms.append(norm)
+        self.targets += targets_in_step
 
     def _learning_rate(self, step):
         return learning_rate(step, self.args.lr, self.warmup_steps, self.total_steps)
@@ -212,11 +213,10 @@ class Trainer:
         dist.all_reduce(losses)  # sums over the ranks: each has divided by the targets of all
         loss, norm = float(losses.mean()), float(self.norms[-1])
         seconds, parts = self.stopwatch.read()
-        steps = range(self.steps_run - len(losses), self.steps_run)
-        speed = sum(map(self._targets_in_step, steps)) / seconds
+        speed = self.targets / seconds
         peak, flops = peak_flops(self.device), self.flops_per_token
         mfu = speed / dist.get_world_size() * flops / peak if peak and flops else None
-        self.losses, self.norms = [], []
+        self.losses, self.norms, self.targets = [], [], 0
         metrics = {
             "train/loss": loss,
             "train/lr": self._learning_rate(self.steps_run - 1),

@@ -75,13 +75,15 @@ class PairDataset(Dataset):
         if not kept:
             raise ValueError(f"all {len(fits):,} pairs have more than {seq_len} tokens (--seq-len)")
         self.pairs = [pairs[each] for each in kept]
-        self.sources, self.targets = ([texts[each] for each in kept] for texts in encoded)
-        # What the loss of a pair is summed over: all tokens of the target but SOS.
-        self.target_tokens = torch.tensor([len(each) - 1 for each in self.targets])
         # Index -1, which stands for no pair, finds the last: one without a label. Its source has
         # two tokens, since attention to nothing at all would be 0 / 0.
-        self.sources.append(np.array([SOS, EOS]))
-        self.targets.append(np.array([SOS, PAD]))
+        nothing = [np.array([SOS, EOS])], [np.array([SOS, PAD])]
+        self.sources, self.targets = (
+            Sequences([texts[each] for each in kept] + last)
+            for texts, last in zip(encoded, nothing, strict=True)
+        )
+        # What the loss of a pair is summed over: all tokens of the target but SOS.
+        self.target_tokens = torch.from_numpy(self.targets.lengths[:-1] - 1)
 
     def __len__(self):
         return len(self.pairs)
@@ -91,17 +93,30 @@ class PairDataset(Dataset):
 
         The decoder is given SOS … and has to predict … EOS.
         """
-        targets = [self.targets[i] for i in indices]
-        inputs, labels = [each[:-1] for each in targets], [each[1:] for each in targets]
-        return padded([self.sources[i] for i in indices]), padded(inputs), padded(labels)
+        sources, targets = self.sources.padded, self.targets.padded
+        return sources(indices), targets(indices, last=-1), targets(indices, first=1)
 
 
-def padded(rows: list[np.ndarray], multiple: int = 8) -> torch.Tensor:
-    """Rows of tokens as one tensor, with PAD behind each, as long as a multiple of `multiple`."""
-    lengths = np.array([len(row) for row in rows])
-    table = np.full((len(rows), -(-lengths.max() // multiple) * multiple), PAD)
-    table[np.arange(table.shape[1]) < lengths[:, None]] = np.concatenate(rows)
-    return torch.from_numpy(table)
+class Sequences:
+    """Sequences of tokens, one behind the other in one array: a batch is cut out by few calls."""
+
+    def __init__(self, sequences: list[np.ndarray]):
+        self.lengths = np.array([len(sequence) for sequence in sequences])
+        self.tokens = np.concatenate(sequences)
+        self.ends = self.lengths.cumsum()
+
+    def __getitem__(self, i):
+        return self.tokens[self.ends[i] - self.lengths[i] : self.ends[i]]
+
+    def padded(self, indices, first=0, last=0, multiple=8) -> torch.Tensor:
+        """From `first` to `last`, counted from the end, of each sequence, with PAD behind it: as
+        (sequences, length), where length is a multiple of `multiple`."""
+        begins = self.ends[indices] - self.lengths[indices] + first
+        ends = self.ends[indices] + last
+        length = -(-(ends - begins).max() // multiple) * multiple
+        where = begins[:, None] + np.arange(length)
+        inside = where < ends[:, None]
+        return torch.from_numpy(np.where(inside, self.tokens.take(where, mode="clip"), PAD))
 
 
 class LengthSampler(StepSampler):
