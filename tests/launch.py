@@ -1,13 +1,9 @@
 """How the tests start the scripts: as a reader does, with a time limit, leaving nothing behind."""
 
-import multiprocessing
 import os
 import re
-import resource
-import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +14,11 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-ROOT = Path(__file__).resolve().parent.parent
+from exercises import ranks
+from exercises.ranks import ROOT, on_the_cpu
+from exercises.ranks import alone as alone
+from exercises.ranks import free_port as free_port
+
 SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
     str(ROOT / f"{name}.py")
     for name in (
@@ -30,10 +30,6 @@ SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
         "train_llm",
     )
 )
-
-
-# Processes start from one that has imported torch and what optimizers import: not in 3 s, but 0.1.
-multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 
 PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
@@ -61,12 +57,6 @@ def agent(endpoint, *args, nproc=1, nnodes=2, options=(), script=MULTINODE):
     rendezvous = ("--rdzv-id=456", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
     options = (f"--nnodes={nnodes}", *rendezvous, *options)
     return torchrun(script, *args, nproc=nproc, options=options)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def start(command, cwd=".", **env):
@@ -132,19 +122,8 @@ def in_processes(count, function, *args):
 
 
 def _on_this_machine(rank, function, init_method, args):
-    _on_the_cpu()
+    on_the_cpu()
     function(rank, init_method, *args)
-
-
-def _on_the_cpu():
-    """Such a process has the environment of the test that was the first to start one: mend it."""
-    import plumbing
-
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    torch.set_num_threads(1)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    plumbing.stay_on_this_machine()
 
 
 def edited(script, name, *changes):
@@ -157,64 +136,11 @@ def edited(script, name, *changes):
     return str(Path(name).resolve())
 
 
-def alone(rank=0, world_size=1, port=None):
-    """The environment of one rank on this machine, as torchrun would set it."""
-    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port or free_port())}
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)} | sizes | address
-
-
-def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, **env):
-    """Run `nproc` ranks of a ladder script (or a copy) without a launcher, from a process that has
-    imported torch already. Return (set of exit statuses, output).
-
-    No file may become larger than `largest_file` bytes: to a process, as if the disk were full.
-    """
-    args = [*map(str, args)]
-    where = {"cwd": os.path.abspath(cwd), "largest_file": largest_file}
-    Path(cwd).mkdir(exist_ok=True)
-    log = Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log"
-    context = multiprocessing.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        ranks = [
-            context.Process(
-                target=_run_rank,
-                args=(script, args, alone(rank, nproc, port) | env, folder),
-                kwargs=where | {"log": log.name},
-            )
-            for rank in range(nproc)
-        ]
-        for process in ranks:
-            process.start()
-        limit = time.monotonic() + seconds
-        for process in ranks:
-            process.join(max(0, limit - time.monotonic()))
-        late = [process for process in ranks if process.is_alive()]
-        for process in late:
-            process.kill()
-            process.join()
-    assert not late, f"still running after {seconds} s:\n{log.read_text()}"
-    return {process.exitcode for process in ranks}, log.read_text()
-
-
-def _run_rank(script, args, env, folder, cwd, log, largest_file):
-    sys.path.insert(0, str(ROOT))
-    _on_the_cpu()
-    os.chdir(cwd)
-    file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    sys.argv = [script, *args]
-    if "mp.spawn(" not in Path(script).read_text():
-        os.environ.update(env)
-        runpy.run_path(script, run_name="__main__")
-        return
-    script = runpy.run_path(script)
-    rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    script["main"](rank, world_size, f"file://{folder}/store", script["parse_args"]())
+def quickly(script, *args, seconds=60, **options):
+    """As in exercises.ranks, but ranks that are still running at the limit are a failure."""
+    statuses, output = ranks.quickly(script, *args, seconds=seconds, **options)
+    assert ranks.LATE not in statuses, f"still running after {seconds} s:\n{output}"
+    return statuses, output
 
 
 def pids(output):

@@ -5,10 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lines
-import oracles
-from oracles import Run
 
-PREVIOUS = {"multigpu.py": "single_gpu.py"}  # the lessons whose lines have proofs
+from exercises import checks, ways
+from exercises.ways import Run
+
+PREVIOUS = {
+    "multigpu.py": "single_gpu.py",
+    "multigpu_torchrun.py": "multigpu.py",
+    "multinode.py": "multigpu_torchrun.py",
+}
 
 
 @dataclass(frozen=True)
@@ -18,11 +23,10 @@ class Proof:
     line: str  # as it stands in the script; of an `if`, `with` or `def` up to the colon
     without: str  # what one process has in its place, "" for nothing
     purpose: str
-    oracle: Callable | None  # what says that something is wrong,
+    check: Callable  # what says that something is wrong,
     says: str = ""  # and what has to be in its message
     also: tuple[tuple[str, str], ...] = ()  # what else must change for the script to go on
-    needs: str = ""  # what it takes to tell that the line is gone, if two CPU cores cannot: why
-    unproven: str = ""  # why the line might be deleted
+    way: Callable | None = None  # how the check has it run, if not in its first way
 
     @property
     def statement(self) -> lines.Statement:
@@ -41,10 +45,10 @@ class Proof:
         path.write_text(text)
         return str(path.resolve())
 
-    def try_without(self, folder: Path, one: Run) -> tuple[Run, str | None]:
-        """Run the script without the line: how it went, and what the oracle says."""
-        run = self.oracle.way(self.edited(folder), folder)
-        return run, self.oracle(run, one)
+    def try_without(self, folder: Path) -> tuple[Run, str | None]:
+        """Run the script without the line: how it went, and what the check says."""
+        run = (self.way or self.check.ways[0])(self.edited(folder), folder)
+        return run, self.check(run)
 
 
 NO_MODULE = ("self.model.module.state_dict()", "self.model.state_dict()")
@@ -72,8 +76,8 @@ return DataLoader(
 )"""
 
 
-def proof(where, line, without, purpose, oracle=None, says="", **more):
-    return Proof("multigpu.py", where, line, without, purpose, oracle, says, **more)
+def proof(where, line, without, purpose, check, says="", *, script="multigpu.py", **more):
+    return Proof(script, where, line, without, purpose, check, says, **more)
 
 
 PROOFS = [
@@ -82,14 +86,15 @@ PROOFS = [
         "local_rank = rank",
         "local_rank = 0",
         "the number of this process's GPU",
-        needs="gpu: without one nobody asks for its number; with two, both processes take GPU 0",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "takes GPU 0",
     ),
     proof(
         "ddp_setup",
         'device, gpu = torch.device("cpu"), None',
         "",
         "where there is no GPU, train on the CPU",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "cannot access local variable 'device'",
     ),
     proof(
@@ -97,30 +102,33 @@ PROOFS = [
         "if plumbing.count_gpus() > 0:",
         "if True:",
         "take a GPU only where there is one",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "available",
     ),
     proof(
         "ddp_setup",
         "device = gpu = torch.device(local_rank)",
-        "pass",
+        "gpu = device",
         "a GPU for each process",
-        needs="gpu: the line does not run without one",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "takes cpu",
     ),
     proof(
         "ddp_setup",
         "torch.accelerator.set_device_index(local_rank)",
         "pass",
         "calls that name no GPU take this process's own",
-        needs="gpu: the line does not run without one",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "nobody tells torch which one",
     ),
     proof(
         "ddp_setup",
         "backend = dist.get_default_backend_for_device(device)",
         "backend = None",
-        "NCCL between GPUs, gloo between CPUs",
-        unproven="given None, torch 2.13 takes the same, NCCL for a GPU in device_id and gloo "
-        "without; only a Mac, where it finds MPS and we train on the CPU, might miss the line",
+        "NCCL between GPUs, gloo between CPUs, also where there is a GPU that we do not use",
+        checks.ends_in_an_error,
+        "mps",
+        way=ways.as_on_a_mac,
     ),
     proof(
         "ddp_setup",
@@ -128,7 +136,7 @@ PROOFS = [
         "backend, init_method, rank=rank, world_size=world_size, device_id=gpu)",
         "",
         "the processes meet: without it each is alone",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "process group has not been initialized",
     ),
     proof(
@@ -136,7 +144,7 @@ PROOFS = [
         "return device",
         "",
         "tell the caller which device is this process's own",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "'NoneType' object has no attribute 'type'",
     ),
     proof(
@@ -144,14 +152,14 @@ PROOFS = [
         "self.rank = dist.get_rank()",
         "self.rank = 0",
         "each process knows its number, and so who saves",
-        oracles.two_writers_of_one_file,
+        checks.two_writers_of_one_file,
     ),
     proof(
         "Trainer.__init__",
         "self.model = DDP(self.model)",
         "",
         "all ranks train one model: gradients are averaged",
-        oracles.ranks_hold_other_weights,
+        checks.ranks_hold_other_weights,
         also=(NO_MODULE,),
     ),
     proof(
@@ -159,7 +167,7 @@ PROOFS = [
         "sampler = self.train_data.sampler",
         "",
         "a short name for the sampler",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "name 'sampler' is not defined",
     ),
     proof(
@@ -167,28 +175,28 @@ PROOFS = [
         "sampler.set_epoch(epoch)",
         "",
         "another order in each epoch",
-        oracles.epoch_repeated,
+        checks.epoch_repeated,
     ),
     proof(
         "Trainer._run_epoch",
         "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)",
         "",
         "dropout differs between ranks",
-        oracles.dropout_equal_on_ranks,
+        checks.dropout_equal_on_ranks,
     ),
     proof(
         "Trainer._run_epoch",
         "dist.all_reduce(totals)",
         "",
         "the loss is that of all ranks",
-        oracles.loss_is_that_of_one_rank,
+        checks.loss_is_that_of_one_rank,
     ),
     proof(
         "Trainer._save_checkpoint",
         "if self.rank != 0:",
         "if False:",
         "one rank saves",
-        oracles.two_writers_of_one_file,
+        checks.two_writers_of_one_file,
         "rank0 and rank1",
     ),
     proof(
@@ -196,7 +204,7 @@ PROOFS = [
         "return",
         "pass",
         "the other ranks do not save",
-        oracles.two_writers_of_one_file,
+        checks.two_writers_of_one_file,
         "rank0 and rank1",
     ),
     proof(
@@ -204,21 +212,21 @@ PROOFS = [
         "weights = self.model.module.state_dict()",
         "weights = self.model.state_dict()",
         "the file can be loaded without DDP",
-        oracles.keys_with_module,
+        checks.keys_with_module,
     ),
     proof(
         "Trainer.train",
         "if self.rank == 0:",
         "if True:",
         "what is true of the whole job is said once",
-        oracles.said_more_than_once,
+        checks.said_more_than_once,
     ),
     proof(
         "prepare_dataloader",
         DISTRIBUTED,
         SHUFFLED,
         "each rank has its own share of the samples",
-        oracles.ranks_saw_the_same_samples,
+        checks.ranks_saw_the_same_samples,
         also=(NO_SET_EPOCH, NO_SEED),
     ),
     proof(
@@ -226,14 +234,14 @@ PROOFS = [
         'defaults |= {"nproc": plumbing.count_gpus() or 2}',
         'defaults |= {"nproc": 1}',
         "as many processes as there are GPUs",
-        oracles.not_one_process_for_each_rank,
+        checks.not_one_process_for_each_rank,
     ),
     proof(
         "main",
         "def main(rank, world_size, init_method, args):",
         "def main(args):",
         "each process is told its number, how many there are and where they meet",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "main() takes 1 positional argument but 4 were given",
     ),
     proof(
@@ -241,7 +249,7 @@ PROOFS = [
         "device = ddp_setup(rank, world_size, init_method)",
         'device = torch.device("cpu")',
         "join the group before all else",
-        oracles.ends_in_an_error,
+        checks.ends_in_an_error,
         "process group has not been initialized",
     ),
     proof(
@@ -249,21 +257,21 @@ PROOFS = [
         "del trainer",
         "",
         "DDP goes before the group that it talks through",
-        oracles.DDP_outlives_its_group,
+        checks.DDP_outlives_its_group,
     ),
     proof(
         "main",
         "dist.destroy_process_group()",
         "",
         "the group is taken down while all ranks are there",
-        oracles.group_is_left,
+        checks.group_is_left,
     ),
     proof(
         "__main__",
         "args = parse_args()",
         "",
         "the command line is read once, by the process that starts the others",
-        oracles.the_command_ends_in_an_error,
+        checks.the_command_ends_in_an_error,
         "name 'args' is not defined",
     ),
     proof(
@@ -271,7 +279,7 @@ PROOFS = [
         "with plumbing.local_job(args.nproc) as init_method:",
         'if init_method := f"file://{plumbing.os.getcwd()}/store":',
         "a place to meet for this job alone; an error that all have is told once",
-        oracles.error_not_told_in_one_line,
+        checks.error_not_told_in_one_line,
         "ProcessExitedException",
     ),
     proof(
@@ -279,6 +287,367 @@ PROOFS = [
         "mp.spawn(main, args=(args.nproc, init_method, args), nprocs=args.nproc)",
         "main(0, 1, init_method, args)",
         "start the processes",
-        oracles.not_one_process_for_each_rank,
+        checks.not_one_process_for_each_rank,
+    ),
+]
+
+
+def by_torchrun(*given, **more):
+    return proof(*given, script="multigpu_torchrun.py", **more)
+
+
+SNAPSHOT = """\
+snapshot = {  # a scheduler or a scaler belongs here too
+    "model": weights,
+    "optimizer": self.optimizer.state_dict(),
+    "epochs_run": epoch + 1,
+    "seed": self.train_data.sampler.seed,
+    "sizes": (self.train_data.batch_size, dist.get_world_size()),
+    "wandb_id": self.wandb_id,
+}"""
+
+PROOFS += [
+    by_torchrun(
+        "ddp_setup",
+        "def ddp_setup(timeout: int) -> torch.device:",
+        "def ddp_setup() -> torch.device:",
+        "the time-out is an argument; rank and place to meet come from torchrun",
+        checks.ends_in_an_error,
+        "takes 0 positional arguments but 1 was given",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "ddp_setup",
+        "plumbing.require_torchrun()",
+        "",
+        "plain `python` is told what to type",
+        checks.without_torchrun_no_cure_is_told,
+        "KeyError: 'LOCAL_RANK'",
+    ),
+    by_torchrun(
+        "ddp_setup",
+        'local_rank = int(os.environ["LOCAL_RANK"])',
+        "local_rank = 0",
+        "the number of this process's GPU",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "takes GPU 0",
+    ),
+    by_torchrun(
+        "ddp_setup",
+        "dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu)",
+        "dist.init_process_group(backend, device_id=gpu)",
+        "a rank that stands still is not waited for all day",
+        checks.still_waiting_after_the_timeout,
+    ),
+    by_torchrun(
+        "Trainer.__init__",
+        "def __init__(self, model, train_data, optimizer, device, save_every, snapshot_path):",
+        "def __init__(self, model, train_data, optimizer, device, save_every):",
+        "the Trainer is told where its snapshot is",
+        checks.ends_in_an_error,
+        "takes 6 positional arguments but 7 were given",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "Trainer.__init__",
+        "self.snapshot_path = snapshot_path",
+        'self.snapshot_path = "snapshot.pt"',
+        "the snapshot is where --snapshot_path says",
+        checks.snapshot_path_not_obeyed,
+        "and there is rank0/snapshot.pt",
+    ),
+    by_torchrun(
+        "Trainer.__init__",
+        "self.epochs_run = 0",
+        "",
+        "a job without a snapshot begins at epoch 0",
+        checks.ends_in_an_error,
+        "no attribute 'epochs_run'",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "Trainer.__init__",
+        "self.wandb_id = os.urandom(4).hex()",
+        "self.wandb_id = None",
+        "a job has a name that its restarts find again",
+        checks.a_restart_is_another_wandb_run,
+        "None at first",
+    ),
+    by_torchrun(
+        "Trainer.__init__",
+        "self._load_snapshot()",
+        "",
+        "go on from the snapshot",
+        checks.training_thrown_away,
+        "begins with epoch 0",
+    ),
+    by_torchrun(
+        "Trainer.__init__",
+        "plumbing.all_fix_bucket_order(self.model)",
+        "",
+        "the last bit of a resumed run is that of an unbroken one",
+        checks.other_bits_than_an_unbroken_run,
+    ),
+    by_torchrun(
+        "Trainer._save_snapshot",
+        SNAPSHOT,
+        "snapshot = weights",
+        "all that a restart needs, not the weights alone",
+        checks.ends_in_an_error,
+        "is no snapshot of this script",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "Trainer._save_snapshot",
+        "plumbing.save_atomically(snapshot, self.snapshot_path)",
+        "torch.save(snapshot, self.snapshot_path)",
+        "a save that fails leaves the last one whole",
+        checks.a_full_disk_harmed_the_last_snapshot,
+        "no snapshot can be read any more",
+    ),
+    by_torchrun(
+        "Trainer._load_snapshot",
+        "snapshot = plumbing.all_read_snapshot(self.snapshot_path, self.model, self.optimizer)",
+        "snapshot = None",
+        "read the snapshot, if there is one",
+        checks.training_thrown_away,
+        "begins with epoch 0",
+    ),
+    by_torchrun(
+        "Trainer._load_snapshot",
+        "if snapshot is not None:",
+        "if True:",
+        "the first start of a job has none",
+        checks.ends_in_an_error,
+        "'NoneType' object is not subscriptable",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "Trainer._load_snapshot",
+        "self._resume(snapshot)",
+        "pass",
+        "put back what was read",
+        checks.training_thrown_away,
+        "begins with epoch 0",
+    ),
+    by_torchrun(
+        "Trainer._resume",
+        "plumbing.print_resume(snapshot, self.train_data)",
+        "",
+        "a reader of the log sees where it went on",
+        checks.resume_is_not_told,
+    ),
+    by_torchrun(
+        "Trainer._resume",
+        'self.model.load_state_dict(snapshot["model"])',
+        "",
+        "put the weights back",
+        checks.training_thrown_away,
+        "begins with epoch 2",
+    ),
+    by_torchrun(
+        "Trainer._resume",
+        'self.optimizer.load_state_dict(snapshot["optimizer"])',
+        "",
+        "put the momentum back",
+        checks.optimizer_state_lost,
+    ),
+    by_torchrun(
+        "Trainer._resume",
+        'self.epochs_run = snapshot["epochs_run"]',
+        "",
+        "go on with the epoch after the last one saved",
+        checks.epochs_trained_again,
+        "trains [0, 1, 2, 3]",
+    ),
+    by_torchrun(
+        "Trainer._resume",
+        'self.train_data.sampler.seed = snapshot["seed"]',
+        "",
+        "keep the order of samples that the job began with",
+        checks.other_samples_than_an_unbroken_run,
+    ),
+    by_torchrun(
+        "Trainer._resume",
+        'self.wandb_id = snapshot["wandb_id"]',
+        "",
+        "a restart goes on in the same wandb run",
+        checks.a_restart_is_another_wandb_run,
+    ),
+    by_torchrun(
+        "Trainer.train",
+        "if self.epochs_run >= total_epochs:",
+        "if True:",
+        "a job that is done says so, and no other",
+        checks.says_that_nothing_is_left,
+    ),
+    by_torchrun(
+        "Trainer.train",
+        "for epoch in range(self.epochs_run, total_epochs):",
+        "for epoch in range(total_epochs):",
+        "skip the epochs that are done",
+        checks.epochs_trained_again,
+        "trains [0, 1, 2, 3]",
+    ),
+    by_torchrun(
+        "Trainer.train",
+        "self._save_snapshot(epoch)",
+        "pass",
+        "save when it is due",
+        checks.nothing_is_saved,
+    ),
+    by_torchrun(
+        "parse_args",
+        'defaults |= {"timeout": 600, "snapshot_path": "snapshot.pt"}',
+        "",
+        "two more options, and their defaults",
+        checks.ends_in_an_error,
+        "unrecognized arguments: --snapshot_path",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "__main__",
+        "@record",
+        "",
+        "torchrun's report has the traceback",
+        checks.traceback_not_in_the_report_of_torchrun,
+        "To enable traceback see",
+    ),
+    by_torchrun(
+        "main",
+        "def main(args):",
+        "def main(rank, world_size, init_method, args):",
+        "torchrun starts a process for each rank, with nothing to hand over but the command line",
+        checks.ends_in_an_error,
+        "missing 3 required positional arguments",
+        way=ways.resumed,
+    ),
+    by_torchrun(
+        "main",
+        "device = ddp_setup(args.timeout)",
+        "device = ddp_setup(600)",
+        "the time-out is what --timeout says",
+        checks.still_waiting_after_the_timeout,
+    ),
+    by_torchrun(
+        "main",
+        "plumbing.all_exit_if_args_bad(args)",
+        "",
+        "no rank trains with arguments that another has not",
+        checks.args_differ_and_the_job_trains,
+    ),
+    by_torchrun(
+        "main",
+        "trainer = Trainer("
+        "model, train_data, optimizer, device, args.save_every, args.snapshot_path)",
+        "trainer = Trainer(model, train_data, optimizer, device, args.save_every, 'snapshot.pt')",
+        "the snapshot is where --snapshot_path says",
+        checks.snapshot_path_not_obeyed,
+        "and there is rank0/snapshot.pt",
+    ),
+    by_torchrun(
+        "main",
+        "plumbing.start_wandb(args, trainer.wandb_id)",
+        "plumbing.start_wandb(args)",
+        "a restart goes on in the same wandb run",
+        checks.a_restart_is_another_wandb_run,
+        "None at first",
+    ),
+    by_torchrun(
+        "__main__",
+        "main(parse_args())",
+        "pass",
+        "each process that torchrun starts does the whole",
+        checks.nothing_was_trained,
+    ),
+]
+
+
+def on_machines(*given, **more):
+    return proof("Trainer._load_snapshot", *given, script="multinode.py", **more)
+
+
+PROOFS += [
+    on_machines(
+        "found = [None] * dist.get_world_size()",
+        "",
+        "room for what each rank has found",
+        checks.ends_in_an_error,
+        "name 'found' is not defined",
+        way=ways.moved,
+    ),
+    on_machines(
+        'mine = (snapshot["epochs_run"], snapshot["wandb_id"]) if snapshot else (0, None)',
+        "mine = (0, None)",
+        "each rank tells how far its snapshot is, and of which job",
+        checks.training_thrown_away,
+        "begins with epoch 0",
+        way=ways.moved,
+    ),
+    on_machines(
+        "dist.all_gather_object(found, mine)",
+        "",
+        "all ranks know what each has found",
+        checks.ends_in_an_error,
+        "'NoneType' object is not iterable",
+        way=ways.moved,
+    ),
+    on_machines(
+        "epochs, jobs = zip(*found, strict=True)",
+        "",
+        "how far the snapshots are, and of which jobs",
+        checks.ends_in_an_error,
+        "name 'jobs' is not defined",
+        way=ways.moved,
+    ),
+    on_machines(
+        "different = len(set(jobs) - {None}) > 1",
+        "different = False",
+        "snapshots of two jobs do not belong together",
+        checks.snapshots_of_two_jobs_are_mixed,
+    ),
+    on_machines(
+        'problem = f"{self.snapshot_path} is not of the same job on all machines: keep one job\'s"',
+        "",
+        "what is wrong and what to do",
+        checks.ends_in_an_error,
+        "name 'problem' is not defined",
+        way=ways.with_snapshots_of_two_jobs,
+    ),
+    on_machines(
+        "plumbing.all_exit_if(problem if different else None)",
+        "",
+        "all ranks end before any of them trains",
+        checks.snapshots_of_two_jobs_are_mixed,
+    ),
+    on_machines(
+        "box = [snapshot, self.wandb_id]",
+        "",
+        "what is sent, and where it arrives",
+        checks.ends_in_an_error,
+        "name 'box' is not defined",
+        way=ways.moved,
+    ),
+    on_machines(
+        "dist.broadcast_object_list(box, src=epochs.index(max(epochs)), device=self.device)",
+        "",
+        "the newest snapshot goes to all ranks, wherever rank 0 is",
+        checks.ranks_are_at_other_epochs,
+        "rank 0 begins with 0, rank 1 begins with 2",
+    ),
+    on_machines(
+        "snapshot, self.wandb_id = box",
+        "",
+        "each rank takes what was sent in place of its own",
+        checks.ranks_are_at_other_epochs,
+        "rank 0 begins with 0, rank 1 begins with 2",
+    ),
+    proof(
+        "main",
+        "plumbing.start_wandb(args, trainer.wandb_id, group=trainer.wandb_id)",
+        "plumbing.start_wandb(args, trainer.wandb_id)",
+        "every rank has a run, and they are found together",
+        checks.only_rank_0_has_a_wandb_run,
+        script="multinode.py",
     ),
 ]

@@ -1,15 +1,17 @@
-"""Each line that a lesson adds is taken out, and has to be missed by what says what it is for."""
+"""Each line that a lesson adds is taken out, and a check has to say what is missing."""
 
 from collections import Counter
 
+import document
 import launch
-import oracles
 import pytest
 from lines import added, difference
 from proofs import PREVIOUS, PROOFS
 
+from exercises.checks import MAY_CRASH, ends_in_an_error
+from exercises.ways import with_snapshots_of_two_jobs
+
 NAMED = {"import", "docstring", "print", "new function"}  # what a lesson adds and no proof is of
-TRIED = [proof for proof in PROOFS if proof.oracle]
 
 
 @pytest.mark.parametrize("script", PREVIOUS)
@@ -22,39 +24,48 @@ def test_each_line_has_one_proof(script):
 
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: f"{proof.where}: {proof.line[:40]}")
-def test_a_proof_has_an_oracle_or_says_why_not(proof, tmp_path):
-    """And the script without the line is a program, and another one."""
-    assert [bool(each) for each in (proof.oracle, proof.needs, proof.unproven)].count(True) == 1
-    assert not proof.needs or proof.needs.partition(":")[0] in {"gpu", "hosts", "race"}
+def test_without_its_line_the_script_is_another_program(proof, tmp_path):
     with open(proof.edited(tmp_path)) as edited:
         text = edited.read()
     compile(text, proof.script, "exec")
     assert text != (launch.ROOT / proof.script).read_text()
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """single_gpu.py in one process, with a batch that is the others' together."""
-    run = oracles.in_ranks(launch.SINGLE, tmp_path_factory.mktemp("one"), world_size=1)
-    assert run.statuses == {0}, run.output
-    return run
+def ways(script):
+    """For each way in which the proofs have the script run, the checks that look at that run."""
+    found = {}
+    for proof in PROOFS:
+        if proof.script == script:
+            found.setdefault(proof.way or proof.check.ways[0], set()).add(proof.check)
+    return found.items()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", dict.fromkeys(oracle.way for oracle in oracles.ORACLES))
-@pytest.mark.parametrize("script", PREVIOUS)
-def test_nothing_is_wrong_with_the_whole_script(script, way, one, tmp_path):
-    """No oracle has anything to say."""
+@pytest.mark.parametrize(
+    "script, way, asked", [(script, *each) for script in PREVIOUS for each in ways(script)]
+)
+def test_nothing_is_wrong_with_the_whole_script(script, way, asked, tmp_path):
+    """No check has anything to say, so what it says without a line is the line's doing."""
+    if way is with_snapshots_of_two_jobs:
+        asked = asked - {ends_in_an_error}  # the whole script ends in an error here, as it should
     run = way(str(launch.ROOT / script), tmp_path)
-    asked = [oracle for oracle in oracles.ORACLES if oracle.way is way]
-    said = {oracle.says: oracle(run, one) for oracle in asked}
+    said = {check.says: check(run) for check in asked}
     assert said == dict.fromkeys(said), run.output
 
 
+def test_the_document_has_each_line_and_what_it_is_for():
+    rows = [line for line in document.PATH.read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) == len(PROOFS)
+    for text, proof in zip(rows, PROOFS, strict=True):
+        assert text.startswith(f"| {document.code(proof.line)} | {proof.purpose} |")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("proof", TRIED, ids=lambda proof: f"{proof.where}: {proof.line[:40]}")
-def test_without_the_line(proof, one, tmp_path):
+@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: f"{proof.where}: {proof.line[:40]}")
+def test_without_the_line(proof, tmp_path):
     """What the line is for goes wrong, and is said; the script does not just crash."""
-    run, message = proof.try_without(tmp_path, one)
+    run, message = proof.try_without(tmp_path)
     assert message and proof.says in message, run.output
-    assert run.statuses == {0} or proof.oracle in oracles.CRASHES, run.output
+    assert run.statuses == {0} or proof.check in MAY_CRASH, run.output
+    written = document.PATH.read_text()
+    assert document.masked(document.said(proof, message)) in document.masked(written), message
