@@ -1,5 +1,6 @@
 """Each line that a lesson adds is taken out, and a check has to say what is missing."""
 
+import re
 from collections import Counter
 
 import document
@@ -69,3 +70,22 @@ def test_without_the_line(proof, tmp_path):
     assert run.statuses == {0} or proof.check in MAY_CRASH, run.output
     written = document.PATH.read_text()
     assert document.masked(document.said(proof, message)) in document.masked(written), message
+
+
+# What README says of each lesson under "What breaks without it", and the check that sees it break.
+CLAIMS = {
+    "No sampler": "ranks saw the same samples",
+    "No guard": "two writers of one file",
+    "No `module`": "keys with module",
+    "No snapshot": "training thrown away",
+    "No atomic save": "a full disk harmed the last snapshot",
+    "The first restart after which rank 0 has moved": "training thrown away",
+}
+
+
+def test_what_the_readme_says_to_break_has_a_proof():
+    text = (launch.ROOT / "README.md").read_text()
+    said = " ".join(re.findall(r"\*\*What breaks without it\.\*\* (.*(?:\n.+)*)", text))
+    claims = re.findall(r"(No \S+(?: save)?|The first restart.*?moved)(?::| throws)", said)
+    assert set(claims) == set(CLAIMS)
+    assert set(CLAIMS.values()) <= {proof.check.says for proof in PROOFS}

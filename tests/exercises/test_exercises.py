@@ -126,3 +126,13 @@ def test_a_reader_solves_one(monkeypatch, tmp_path, capsys):
     assert typed("writer") == (0, typed("writer")[1]) and "✓ " in typed()[1]
     assert typed("writer", "--reset")[0] == 0 and "✓" not in typed()[1]
     assert path.read_text() == cli.find("writer").handed_out()
+
+
+def test_the_readme_leads_from_each_step_to_its_exercises():
+    text = (ROOT / "README.md").read_text()
+    (sentence,) = re.findall(r"Do (\d.*? after step 4)\.", text)
+    numbers = [(int(a), int(b)) for a, b in re.findall(r"(\d+) (?:to|and) (\d+) after", sentence)]
+    ends, want = 0, []
+    for part in list(PARTS.values())[:4]:
+        want.append((ends + 1, ends := ends + len(part)))
+    assert numbers == want
