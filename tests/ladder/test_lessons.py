@@ -58,7 +58,8 @@ HOUSE = {
 
 # A page is what can be read at one sitting: lines of a file, at most, and of one function.
 LINES = {"single_gpu.py": 95, "multigpu.py": 125, "multigpu_torchrun.py": 155, "multinode.py": 170}
-LINES |= dict.fromkeys(["plumbing.py", *HOUSE], 350)
+EXERCISES = [f"exercises/{path.name}" for path in (ROOT / "exercises").glob("*.py")]
+LINES |= dict.fromkeys(["plumbing.py", *HOUSE, *EXERCISES], 350)
 LINES_OF_A_FUNCTION = 50
 
 # And of a lesson: lines that are new, and lines that are gone, at most.

@@ -1,0 +1,121 @@
+"""Run a reader's program in ranks that are watched: how far each comes, and what it prints.
+
+This file also runs as a script: as one of these ranks.
+"""
+
+import io
+import json
+import os
+import re
+import runpy
+import sys
+import threading
+import time
+import traceback
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch.distributed as dist
+
+from exercises.ranks import quickly
+
+STILL = 6  # seconds: these programs take one, so a rank that is not done by then stands still
+WAITS, ENDED = "waits", "ended"
+WAITED = "Timed out", "Connection closed", "Connection reset", "Broken pipe"  # errors of a wait
+
+
+def watched(path, seen=dict):
+    """Run the program as one rank, and save how far it came, what it said and `seen()`, once."""
+    file, said = Path(f"rank{os.environ['RANK']}.json").resolve(), io.StringIO()
+    main_thread = threading.get_ident()
+    dist.destroy_process_group = lambda group=None: None  # may hang while DDP lives: not asked here
+
+    def save(how, stack=(), error=""):
+        lines = [(frame.lineno, frame.line) for frame in stack if frame.filename == path]
+        state = {"how": how, "lines": lines, "error": error, "said": said.getvalue()}
+        if not file.exists():
+            file.write_text(json.dumps(state | {"seen": seen() if how == ENDED else {}}))
+        if how == WAITS:
+            time.sleep(2)  # if this rank ended now, others would no longer stand where they stood
+
+    def look():
+        time.sleep(STILL)
+        save(WAITS, traceback.extract_stack(sys._current_frames()[main_thread]))
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        with redirect_stdout(said):
+            runpy.run_path(path, run_name="__main__")
+        save(ENDED)
+    except BaseException as error:
+        waited = any(each in str(error) for each in WAITED)
+        how = WAITS if waited else type(error).__name__
+        if isinstance(error, SystemExit) and not error.code:
+            how = ENDED
+        save(how, traceback.extract_tb(error.__traceback__), str(error))
+    os._exit(0)
+
+
+def run(path, folder, nproc, runner=__file__, **env):
+    """How far each rank of the program came, as `watched` saved it; None of one that is gone."""
+    Path(folder).mkdir(exist_ok=True)
+    quickly(runner, path, nproc=nproc, cwd=folder, seconds=STILL + 8, **env)
+    files = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
+
+
+def stopped(states):
+    """What kept the ranks from their end, if anything did."""
+    places = {}
+    for rank, state in enumerate(states):
+        how = state["how"] if state else "gone without a word"
+        number, text = state["lines"][-1] if state and state["lines"] else (0, "another file")
+        if how not in (WAITS, ENDED) and state:
+            error = (state["error"].splitlines() or [""])[0][:150]
+            return f"Rank {rank} ends at line {number} with {how}: {error}"
+        place = f"at line {number}: {text.split('  #')[0]}" if how == WAITS else how
+        places.setdefault(place, []).append(f"rank {rank}")
+    if list(places) == [ENDED]:
+        return None
+    waiting = [bool(state) and state["how"] == WAITS for state in states]
+    head = (
+        "A rank waits for one that is gone:" if any(waiting) else "A rank does not come to its end:"
+    )
+    head = "The job stands still:" if all(waiting) else head
+    told = [f"  {' and '.join(ranks)} {place}" for place, ranks in places.items()]
+    return "\n".join([head, *told])
+
+
+def numbers_of(states):
+    """Those in the last line of each rank that begins with its name."""
+    numbers = []
+    for rank, state in enumerate(states):
+        lines = re.findall(rf"^rank {rank}\b(.*)", state["said"], re.MULTILINE) or [""]
+        numbers.append([float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", lines[-1])])
+    return numbers
+
+
+def job(nproc, wrong, path, folder):
+    """The check of an exercise: `wrong` says what is wrong with the numbers of the ranks."""
+    states = run(path, folder, nproc)
+    return stopped(states) or wrong(numbers_of(states))
+
+
+def differs(*wanted, within=0.01):
+    """Says which number of a rank is not as wanted: pairs of a name and a value."""
+
+    def wrong(ranks):
+        for rank, numbers in enumerate(ranks):
+            if len(numbers) != len(wanted):
+                return f"It ends, but rank {rank} prints no line with its {len(wanted)} numbers"
+            for (name, value), number in zip(wanted, numbers, strict=True):
+                if not abs(number - value) < within:
+                    return f"It ends, but rank {rank} has {name} {number}, right is {value}"
+        return None
+
+    return wrong
+
+
+if __name__ == "__main__":
+    watched(sys.argv[1])
