@@ -1,6 +1,7 @@
 """The files of slurm/, submitted to a real Slurm with two nodes."""
 
 import re
+import sys
 
 import launch
 import pytest
@@ -8,6 +9,8 @@ from cluster import Cluster, needs_slurm
 from hosts import needs_namespaces
 from launch import assert_same
 from test_check_cluster import table
+
+from exercises import __main__ as exercises
 
 pytestmark = [pytest.mark.long, needs_namespaces, needs_slurm]
 
@@ -192,3 +195,18 @@ def test_a_process_sees_all_gpus_of_its_node(cluster):
     state, status, log = cluster.finish(cluster.submit(SRUN, options=options))
     assert (state, status) == ("COMPLETED", 0), log
     assert sorted(log.splitlines()) == ["0 0,1", "0 0,1", "1 0,1", "1 0,1"]
+
+
+@pytest.mark.parametrize("name", ["batch_file", "srun"])
+def test_exercises_are_checked_on_the_real_nodes(cluster, name):
+    """The solutions of the workshop, with as many cores as these nodes have."""
+    exercise = exercises.find(name)
+    path = cluster.project / exercises.file_of(exercise).relative_to(launch.ROOT)
+    path.parent.mkdir(exist_ok=True)
+    cores = re.sub("cpus-per-task=16", "cpus-per-task=2", exercise.solution())
+    path.write_text(cores)
+    output = cluster.command(sys.executable, "-m", "exercises", name, OMP_NUM_THREADS="1")
+    assert "Solved." in output, output
+    jobs = cluster.command("scontrol", "--oneliner", "show", "jobs")
+    ran = "compare" if name == "batch_file" else "python"
+    assert re.search(rf"JobName={ran}.* JobState=(?:COMPLETED|CANCELLED|COMPLETING)", jobs), jobs
