@@ -140,6 +140,57 @@ def test_a_wrong_argument_fails_the_job_with_our_line(cluster, file):
     assert cluster.job_processes() == []
 
 
+def test_a_node_knows_how_many_processes_it_has(cluster):
+    """Three tasks are two on one node and one on the other, whatever was asked for."""
+    line = "import os; print(*(os.environ[n] for n in ('SLURM_NODEID', 'LOCAL_WORLD_SIZE')))"
+    (cluster.project / "sizes.py").write_text(line)
+    options = ("--ntasks=3", "--ntasks-per-node=2", "--cpus-per-task=1")
+    job = cluster.submit(SRUN, options=options, SCRIPT="sizes.py")
+    state, _, log = cluster.finish(job)
+    sizes = sorted(re.findall(r"^\d \d$", log, re.MULTILINE))  # srun may warn besides
+    assert state == "COMPLETED" and sizes == ["0 2", "0 2", "1 1"], log
+
+
+@pytest.mark.parametrize("slow", ["node1", "node2"])
+def test_the_status_is_the_scripts_though_a_node_is_slow(cluster, slow):
+    """All ranks end with 2; srun must not end one before, whose status would then be 143."""
+    text = (cluster.project / "multinode.py").read_text()
+    old = "    plumbing.all_exit_if_args_bad(args)\n"
+    wait = f"time.sleep(os.environ['SLURMD_NODENAME'] == '{slow}')"
+    new = f"    import time, atexit\n    atexit.register(lambda: {wait})\n"
+    assert text.count(old) == 1
+    (cluster.project / "slow.py").write_text(text.replace(old, new + old))
+    job = cluster.submit(SRUN, 0, 1, options=SIZES[SRUN, "small"], SCRIPT="slow.py")
+    state, status, log = cluster.finish(job, 40)
+    assert (state, status) == ("FAILED", 2), log
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            f"salloc -N2 --ntasks-per-node=1 bash slurm/{TORCHRUN} 2 1",
+            f"type sbatch slurm/{TORCHRUN}",
+        ),
+        (f"salloc -N2 --ntasks-per-node=1 bash slurm/{SRUN} 2 1", f"type sbatch slurm/{SRUN}"),
+        (f"bash slurm/{SINGLE_NODE} 2 1", f"type sbatch slurm/{SINGLE_NODE}"),
+    ],
+)
+def test_a_file_that_slurm_has_not_started_says_so(cluster, command, line):
+    output = cluster.command("bash", "-c", f"timeout -k 1 25 {command}; echo status $?")
+    errors = [each for each in output.splitlines() if each.startswith("ERROR: ")]
+    assert len(errors) == 1 and errors[0].endswith(line), output
+    assert "status 2" in output and "Rank:" not in output, output
+
+
+@pytest.mark.parametrize("file", [TORCHRUN, SINGLE_NODE])
+def test_two_torchruns_on_a_node_are_refused(cluster, file):
+    options = ("--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1")
+    state, status, log = cluster.finish(cluster.submit(file, 2, 1, options=options))
+    assert (state, status) == ("FAILED", 2) and log.count("\n") == 1, log
+    assert " tasks" in log and "one torchrun is wanted" in log, log
+
+
 IPV6_ONLY = {"ipv4": False}
 LOOPBACK = "127.0.1.1 node1\n10.77.0.1 login\n10.77.0.3 node2"
 SEVERAL = "10.99.0.2 node1\n10.77.0.2 node1\nfd77::2 node1\n10.77.0.1 login\n10.77.0.3 node2"
