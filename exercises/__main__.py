@@ -13,7 +13,7 @@ import os
 import sys
 import textwrap
 
-from exercises.catalogue import PARTS
+from exercises.catalogue import PARTS, TITLES
 from exercises.exercise import WORK
 
 ALL = [exercise for part in PARTS.values() for exercise in part]
@@ -62,7 +62,9 @@ def list_all():
         print(bold(title))
         for exercise in part:
             mark = green("✓") if exercise.name in done else " "
-            print(f"  {mark} {ALL.index(exercise) + 1:2}  {exercise.name}")
+            print(
+                f"  {mark} {ALL.index(exercise) + 1:2}  {exercise.name:16} {TITLES[exercise.name]}"
+            )
     print(f"{len(done & {each.name for each in ALL})} of {len(ALL)} solved.", end=" ")
     left = [i for i, each in enumerate(ALL, 1) if each.name not in done]
     print(f"Next: python -m exercises {left[0]}" if left else "Well done.")
@@ -74,12 +76,11 @@ def check(exercise):
     where = os.path.relpath(path)
     print(bold(f"Exercise {number}: {exercise.name}"))
     print(textwrap.fill(" ".join(exercise.task.split()), 96))
-    if exercise.reads:
-        print(f"To read: {exercise.reads}")
     if not path.exists():
         WORK.mkdir(exist_ok=True)
         path.write_text(exercise.handed_out())
         print(f"Written for you: {where}")
+    print(f"By hand: PYTHONPATH=. {starts(exercise)} {where}")
     print(f"Checking {where} ...", flush=True)
     try:
         problem = exercise.judge(path)
@@ -91,7 +92,28 @@ def check(exercise):
         return 0
     print(red("✗ ") + problem)
     print(f"Edit the file and run this again. (python -m exercises {number} --hint)")
+    if exercise.reads:
+        print(f"If you are stuck, it is explained in {exercise.reads}")
     return 1
+
+
+def starts(exercise) -> str:
+    """What starts the file by hand."""
+    joins = "init_process_group" in exercise.solution() and "mp.spawn(" not in exercise.solution()
+    return exercise.start or ("torchrun --standalone --nproc_per_node=2" if joins else "python")
+
+
+def reset(exercise):
+    """Write the file as it was handed out. What the reader has made of it is kept."""
+    WORK.mkdir(exist_ok=True)
+    path = file_of(exercise)
+    old = path.with_name(f"{path.name}.old")
+    if path.exists():
+        path.replace(old)
+        print(f"Yours is kept as {os.path.relpath(old)}, and the exercise counts as not solved.")
+    path.write_text(exercise.handed_out())
+    remember(exercise.name, False)
+    print(f"{os.path.relpath(path)} is as it was handed out")
 
 
 def find(wanted: str):
@@ -126,14 +148,16 @@ def main() -> int:
     elif args.solution:
         print(exercise.difference(), end="")
     elif args.reset:
-        WORK.mkdir(exist_ok=True)
-        file_of(exercise).write_text(exercise.handed_out())
-        remember(exercise.name, False)
-        print(f"{os.path.relpath(file_of(exercise))} is as it was handed out")
+        reset(exercise)
     else:
         return check(exercise)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # Of processes that were ended, another tells what they left; it is gone when this one ends.
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker")
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped")

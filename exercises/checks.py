@@ -26,6 +26,7 @@ from exercises.ways import (
     with_snapshots_of_two_jobs,
 )
 
+STANDS_STILL = "it stands still: within 15 s not all processes came to their end"
 ERROR = re.compile(r"^(?:\[rank\d+\]: )?((?:\w+\.)*\w*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
@@ -54,8 +55,10 @@ def ends_in_an_error(run):
     if run.statuses != {0}:
         told = re.search(r"^(?:ERROR|\S+: error): .*", run.output, re.MULTILINE)
         errors = [told[0]] if told else ERROR.findall(run.output)
-        late = "it stands still: no process ends" if LATE in run.statuses else None
-        return errors[0] if errors else late or f"no error is named: {run.output[-300:]!r}"
+        if LATE in run.statuses and not errors:
+            return STANDS_STILL
+        said = (run.output.strip().splitlines() or ["nothing is printed"])[-1]
+        return errors[0] if errors else f"the last line is: {said}"
 
 
 @seen_by(typed)
@@ -76,7 +79,7 @@ def nothing_was_trained(run):
 def not_one_process_for_each_rank(run):
     sizes = re.findall(r"Rank: \d+ \| World size: (\d+)", run.output)
     if sizes != ["2", "2"]:
-        return f"{len(sizes)} in place of 2 say their rank, of {' '.join(sizes) or 'none'}"
+        return f"2 processes are to say their rank, and {len(sizes)} did"
 
 
 @seen_by(in_ranks)
@@ -167,7 +170,15 @@ def a_process_takes_a_GPU_that_is_not_its_own(run):
         return "nobody tells torch which one is its own: calls that name none open GPU 0"
     if wrong := [gpu for gpu in chosen if gpu != "1"]:
         taken = f"GPU {wrong[0]}" if wrong[0].isdigit() else wrong[0]
-        return f"the second process of a machine with 2 GPUs takes {taken}"
+        rank = re.search(r"^IS RANK (\d)", run.output, re.MULTILINE)[1]
+        return f"rank {rank} is the second process of a machine with 2 GPUs, and takes {taken}"
+
+
+@seen_by(on_stand_in_gpus)
+def the_backend_does_not_fit_the_device(run):
+    (backend,) = re.findall(r"^BACKEND (.*)$", run.output, re.MULTILINE) or ["none"]
+    if "nccl" not in backend and backend != "None":
+        return f"the processes have a GPU each, and would join with {backend}"
 
 
 @seen_by(typed_with_no_data)
@@ -235,7 +246,14 @@ def training_thrown_away(run):
     end, begin = run.before.ranks[0]["end"]["weights"], run.ranks[0]["begin"]["weights"]
     if (away := furthest(begin, end)) > 0:
         first = run.ranks[0]["epochs"][0]["epoch"] if run.ranks[0]["epochs"] else "none"
-        return f"the second run begins with epoch {first}, its weights {away:.4f} away"
+        return f"the second run begins with epoch {first}, {away:.4f} away from the saved weights"
+
+
+@seen_by(resumed, moved)
+def epochs_left_out(run):
+    trained = [epoch["epoch"] for epoch in run.before.ranks[0]["epochs"]]
+    if trained != [0, 1]:
+        return f"a job of 2 epochs, without a snapshot, trains {trained}"
 
 
 @seen_by(resumed, moved)
@@ -283,8 +301,10 @@ def says_that_nothing_is_left(run):
 @seen_by(resumed, moved)
 def a_restart_is_another_wandb_run(run):
     first, second = (each.ranks[0]["wandb"]["id"] for each in (run.before, run))
-    if first is None or first != second:
-        return f"{first} at first, {second} after the restart"
+    if first is None:
+        return "wandb is given no id that a restart could find again"
+    if first != second:
+        return f"its id is {first} at first, {second} after the restart"
 
 
 # Several machines.

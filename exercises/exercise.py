@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from exercises.checks import ends_in_an_error
+from exercises.checks import STANDS_STILL, ends_in_an_error
 from exercises.ranks import ROOT
 
 WORK = Path(__file__).with_name("work")  # the reader's files
@@ -34,6 +34,7 @@ class Exercise:
     hint: str
     reads: str = ""  # where in the text it is explained: a file and a heading's anchor
     recipe: tuple[tuple[str, str], ...] = ()  # what the solution has and the script has not
+    start: str = ""  # the command to run the file by hand, if it is not python
     suffix: str = ".py"
 
     def solution(self) -> str:
@@ -53,9 +54,11 @@ class Exercise:
     def judge(self, path: Path) -> str | None:
         """What is wrong with the reader's file. A mistake that Python sees is told by its line."""
         try:
-            compile(Path(path).read_text(), str(path), "exec")
-        except (SyntaxError, ValueError) as error:
-            return f"Python cannot read it: line {getattr(error, 'lineno', 0)}: {error}"
+            compile(Path(path).read_text(encoding="utf-8"), str(path), "exec")
+        except SyntaxError as error:
+            return f"Python cannot read line {error.lineno}: {error.msg}"
+        except (OSError, ValueError) as error:
+            return f"The file cannot be read: {error}"
         with tempfile.TemporaryDirectory() as folder:
             return self.check(str(Path(path).resolve()), folder)
 
@@ -78,7 +81,9 @@ def first_complaint(*asked):
                 says = ends_in_an_error.says
                 message = ends_in_an_error(runs[way]) or "not all ranks train to their end"
             if message:
-                return f"{says[0].upper()}{says[1:]}: {message}"
+                says = "" if message == STANDS_STILL else f"{says}: "
+                message = says + message
+                return message[0].upper() + message[1:]
         return None
 
     return check

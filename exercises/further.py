@@ -278,7 +278,7 @@ EXERCISES = [
         "accumulation",
         """Each step adds up the gradients of four micro-batches. Here the ranks exchange them after
         each micro-batch, and the step is four times too large. Exchange once a step, and have the
-        weights that one process would have from the whole batch.""",
+        weights that one process would have from the whole batch, with DDP.""",
         ACCUMULATION,
         (
             ("from contextlib import nullcontext\n\n", ""),
@@ -298,7 +298,8 @@ EXERCISES = [
     Exercise(
         "validation",
         """Three ranks validate on 100 samples, but count more, so that loss and accuracy change
-        with the number of ranks. Make them exact: those of one process.""",
+        with the number of ranks. Make them exact, those of
+        one process, and let each rank do its share of the work.""",
         VALIDATION,
         (
             (

@@ -1,9 +1,11 @@
 """The hang lab: five jobs that stand still. Where does each rank wait, and which is to blame?"""
 
+import sys
+import threading
 from functools import partial
 
 from exercises.exercise import Exercise
-from exercises.watch import differs, job
+from exercises.watch import differs, job, names, numbers_of, run, stopped, watched
 
 ONE_RANK_ONLY = '''\
 """Two ranks look for the mean of their numbers, step by step. Rank 0 writes a report for all."""
@@ -190,6 +192,45 @@ dist.destroy_process_group()
 '''
 
 
+class Guarded(dict):
+    """Notes whether it is changed while nobody holds the lock."""
+
+    def __init__(self, kept, lock):
+        super().__init__(kept)
+        self.held = getattr(lock, "_is_owned", None) or lock.locked
+        self.changed_unlocked = False
+
+    def __setitem__(self, key, value):
+        self.changed_unlocked |= not self.held()
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key):
+        self.changed_unlocked |= not self.held()
+        super().__delitem__(key)
+
+
+def look_at_cache():
+    """Look two more squares up, and see whether the cache is locked meanwhile."""
+    cache = names["cache"]
+    locks = [value for value in vars(cache).values() if hasattr(value, "acquire")]
+    if not locks:
+        return {"unlocked": True}
+    cache.kept = Guarded(cache.kept, locks[0])
+    look_up = threading.Thread(target=lambda: [cache.square(10), cache.square(11)], daemon=True)
+    look_up.start()
+    look_up.join(3)
+    return {"unlocked": cache.kept.changed_unlocked}
+
+
+def uses_its_lock(path, folder):
+    states = run(path, folder, 2, runner=__file__)
+    wanted = differs(("a sum of", 74), ("a number of squares kept of", 3))
+    if problem := stopped(states) or wanted(numbers_of(states)):
+        return problem
+    if any(state["seen"].get("unlocked") for state in states):
+        return "It ends, but the cache is changed while nobody holds its lock"
+
+
 def trained_apart(ranks):
     """The weights have to be equal, and no epoch may have less than four full batches."""
     if any(len(numbers) != 2 for numbers in ranks):
@@ -248,9 +289,10 @@ EXERCISES = [
         "TORCH_DISTRIBUTED_DEBUG=DETAIL in front of torchrun names the two collectives. Which "
         "order does a dict have?",
         "docs/hangs.md#3-collectives-in-a-different-order",
+        start="torchrun --standalone --nproc_per_node=3",
     ),
     Exercise(
-        "dead_rank",
+        "swallowed_error",
         """Three ranks read records, and one of them gives up without a word: the others wait for
         it. Find the rank and the line at which it gives up, and mend it. All 11 values have to be
         counted, on all ranks.""",
@@ -267,7 +309,8 @@ EXERCISES = [
         partial(job, 3, differs(("a number of values of", 11), ("a mean of", 20.682))),
         "A rank that dies aloud is in torchrun's report, with its line. Which line of the program "
         "keeps an error from being heard? Take it out for one run",
-        "docs/hangs.md#4-a-rank-that-died",
+        "docs/hangs.md#ask-in-this-order",
+        start="torchrun --standalone --nproc_per_node=3",
     ),
     Exercise(
         "lock",
@@ -276,9 +319,12 @@ EXERCISES = [
         locked while it is changed, and to keep three squares at most.""",
         LOCK,
         (("        del self.", "        with self.lock:\n            del self."),),
-        partial(job, 2, differs(("a sum of", 74), ("a number of squares kept of", 3))),
+        uses_its_lock,
         "faulthandler.register(signal.SIGUSR1) and kill -USR1, or py-spy dump, show where each "
         "rank is, and through which calls it came there",
         "docs/hangs.md#5-a-rank-that-is-stuck-in-its-own-code",
     ),
 ]
+
+if __name__ == "__main__":
+    watched(sys.argv[1], look_at_cache)

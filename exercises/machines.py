@@ -26,6 +26,8 @@ MOVED = (
     (checks.training_thrown_away, ways.moved),
     (checks.epochs_trained_again, ways.moved),
     (checks.optimizer_state_lost, ways.moved),
+    (checks.ends_in_an_error, ways.stayed),
+    (checks.training_thrown_away, ways.stayed),
 )
 
 EXERCISES = [

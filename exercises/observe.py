@@ -27,10 +27,13 @@ if not by_torchrun:
 # how often the host took a value out of a tensor, and how often until each pass of the model.
 seen = {"epochs": [], "saves": [], "group is left": True}
 script = runpy.run_path(path)
+if missing := {"Trainer", "load_train_objs", "main", "parse_args"} - script.keys():
+    sys.exit(f"ERROR: the file has no {min(missing)} any more (--reset begins anew)")
 script = script["parse_args"].__globals__
+sys.argv[0] = path
 Trainer, load_train_objs = script["Trainer"], script["load_train_objs"]
 run_epoch, train, destroy = Trainer._run_epoch, Trainer.train, dist.destroy_process_group
-start_wandb, torch_save = plumbing.start_wandb, torch.save
+start_wandb, torch_save, numpy = plumbing.start_wandb, torch.save, torch.Tensor.numpy
 
 
 class Reads(TorchDispatchMode):
@@ -39,6 +42,17 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         seen["epochs"][-1]["reads"] += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **kwargs or {})
+
+
+def counted(method):
+    """The same for `.tolist()`, `.cpu()` and `.numpy()`, which torch does not tell a mode."""
+
+    def count(*args, **options):
+        if seen["epochs"]:
+            seen["epochs"][-1]["reads"] += 1
+        return method(*args, **options)
+
+    return count
 
 
 def load_and_look(seed):
@@ -53,7 +67,7 @@ def load_and_look(seed):
 
     def look(*_):
         epoch = seen["epochs"][-1]
-        epoch["draws"].append(torch.rand(()).numpy().item())
+        epoch["draws"].append(numpy(torch.rand(())).item())
         epoch["reads until pass"].append(epoch["reads"])
 
     model.register_forward_hook(look)
@@ -107,6 +121,8 @@ script["load_train_objs"] = load_and_look
 Trainer._run_epoch, Trainer.train = run_epoch_and_look, train_and_look
 dist.destroy_process_group, plumbing.start_wandb = look_and_destroy, look_and_start_wandb
 torch.save = save_and_look
+for name in ("cpu", "numpy", "tolist"):
+    setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
 Path(f"rank{RANK}").mkdir(exist_ok=True)
 args = script["parse_args"]() if not by_torchrun else None
 store = f"file://{os.path.abspath('store')}"

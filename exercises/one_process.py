@@ -2,7 +2,7 @@
 
 from exercises.checks import ends_in_an_error, seen_by
 from exercises.exercise import Exercise, first_complaint
-from exercises.ways import observed
+from exercises.ways import observed, reference
 
 
 def in_one_process(script, folder):
@@ -10,14 +10,32 @@ def in_one_process(script, folder):
     return observed(script, folder, 5, 2, "--batch_size", 256, world_size=1)
 
 
+def of_even_length(script, folder):
+    """Four epochs: the last save is one of those that are due."""
+    return observed(script, folder, 4, 2, "--batch_size", 256, world_size=1)
+
+
 @seen_by(in_one_process)
 def the_host_waits_in_each_step(run):
     first, *_, last = run.ranks[0]["epochs"][1]["reads until pass"]
     if last > first:
         return (
-            f"from the first to the last of 8 steps a value was taken out of a tensor"
+            f"between the first and the last of 8 steps a value was taken out of a tensor"
             f" {last - first} times; each time the host waits until the GPU has computed it"
         )
+
+
+@seen_by(in_one_process)
+def the_loss_is_another(run):
+    want = reference("single_gpu.py", in_one_process).losses[0]
+    if not run.losses or abs(run.losses[0] - want) > 1e-5:
+        return f"of epoch 0 it is {want}, and {run.losses or 'none'} is printed"
+
+
+@seen_by(of_even_length)
+def a_save_comes_twice(run):
+    if (saves := run.ranks[0]["saves"]) != [2, 4]:
+        return f"4 epochs, --save_every 2: due after 2 and 4; saved after {saves}"
 
 
 @seen_by(in_one_process)
@@ -35,8 +53,11 @@ EXERCISES = [
         waiting, so that it waits once an epoch.""",
         "single_gpu.py",
         (("loss_sum += loss * len(source)", "loss_sum += loss.item() * len(source)"),),
-        first_complaint((ends_in_an_error, in_one_process), the_host_waits_in_each_step),
-        "`.item()` waits for the GPU. A sum of tensors is a tensor: computed when needed",
+        first_complaint(
+            (ends_in_an_error, in_one_process), the_host_waits_in_each_step, the_loss_is_another
+        ),
+        "`.item()` waits for the GPU. A sum of tensors is a tensor: the GPU is given the work, and "
+        "nobody waits for it",
     ),
     Exercise(
         "save",
@@ -49,7 +70,9 @@ EXERCISES = [
                 "if epoch % self.save_every == 0:",
             ),
         ),
-        first_complaint((ends_in_an_error, in_one_process), saves_are_not_those_that_are_due),
+        first_complaint(
+            (ends_in_an_error, in_one_process), saves_are_not_those_that_are_due, a_save_comes_twice
+        ),
         "Epochs are counted from 0: after epoch 0, one epoch is done",
     ),
 ]

@@ -56,15 +56,17 @@ def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, last
             )
             for rank in range(nproc)
         ]
-        for process in ranks:
-            process.start()
-        limit = time.monotonic() + seconds
-        for process in ranks:
-            process.join(max(0, limit - time.monotonic()))
-        late = [process for process in ranks if process.is_alive()]
-        for process in late:
-            process.kill()
-            process.join()
+        try:
+            for process in ranks:
+                process.start()
+            limit = time.monotonic() + seconds
+            for process in ranks:
+                process.join(max(0, limit - time.monotonic()))
+        finally:
+            late = [process for process in ranks if process.is_alive()]
+            for process in late:
+                process.kill()
+                process.join()
     statuses = {LATE if process in late else process.exitcode for process in ranks}
     return statuses, log.read_text() if log.exists() else ""
 

@@ -19,6 +19,7 @@ ENDS_WELL = (checks.ends_in_an_error, ways.resumed)
 RESUME = (
     ENDS_WELL,
     checks.nothing_is_saved,
+    checks.epochs_left_out,
     checks.epochs_trained_again,
     checks.training_thrown_away,
     checks.optimizer_state_lost,
@@ -133,7 +134,7 @@ EXERCISES = [
             ('        self.scheduler.load_state_dict(snapshot["scheduler"])\n', ""),
         ),
         first_complaint(
-            *RESUME[:4], learning_rate_is_not_that_of_an_unbroken_run, checks.optimizer_state_lost
+            *RESUME[:5], learning_rate_is_not_that_of_an_unbroken_run, checks.optimizer_state_lost
         ),
         "What changes while you train belongs in the snapshot, and has to be put back",
         "docs/your-own.md#a-learning-rate-schedule",

@@ -3,7 +3,7 @@
 from exercises import checks
 from exercises.exercise import Exercise, first_complaint
 
-CHECK = first_complaint(
+ASKED = (
     checks.DDP_outlives_its_group,  # before all else, since it may then hang at its end
     checks.ends_in_an_error,
     checks.ranks_saw_the_same_samples,
@@ -16,6 +16,8 @@ CHECK = first_complaint(
     checks.keys_with_module,
     checks.group_is_left,
 )
+CHECK = first_complaint(*ASKED)
+WITH_BACKEND = first_complaint(*ASKED, checks.the_backend_does_not_fit_the_device)
 
 EXERCISES = [
     Exercise(
@@ -30,7 +32,7 @@ EXERCISES = [
                 "",
             ),
         ),
-        CHECK,
+        WITH_BACKEND,
         "One call of torch.distributed, in ddp_setup: it needs the place to meet, the rank and the "
         "world size, which ddp_setup is given",
         "README.md#join-a-process-group",

@@ -21,7 +21,11 @@ from exercises.ranks import quickly
 
 STILL = 6  # seconds: these programs take one, so a rank that is not done by then stands still
 WAITS, ENDED = "waits", "ended"
+FIND = "\nIn which line each rank waits, the tools of docs/hangs.md tell"
 WAITED = "Timed out", "Connection closed", "Connection reset", "Broken pipe"  # errors of a wait
+
+
+names = {}  # what the program has defined, once it has come to its end
 
 
 def watched(path, seen=dict):
@@ -46,7 +50,7 @@ def watched(path, seen=dict):
     threading.Thread(target=look, daemon=True).start()
     try:
         with redirect_stdout(said):
-            runpy.run_path(path, run_name="__main__")
+            names.update(runpy.run_path(path, run_name="__main__"))
         save(ENDED)
     except BaseException as error:
         waited = any(each in str(error) for each in WAITED)
@@ -70,21 +74,18 @@ def stopped(states):
     places = {}
     for rank, state in enumerate(states):
         how = state["how"] if state else "gone without a word"
-        number, text = state["lines"][-1] if state and state["lines"] else (0, "another file")
         if how not in (WAITS, ENDED) and state:
+            number = state["lines"][-1][0] if state["lines"] else 0
             error = (state["error"].splitlines() or [""])[0][:150]
             return f"Rank {rank} ends at line {number} with {how}: {error}"
-        place = f"at line {number}: {text.split('  #')[0]}" if how == WAITS else how
-        places.setdefault(place, []).append(f"rank {rank}")
+        places.setdefault(how, []).append(f"rank {rank}")
     if list(places) == [ENDED]:
         return None
-    waiting = [bool(state) and state["how"] == WAITS for state in states]
-    head = (
-        "A rank waits for one that is gone:" if any(waiting) else "A rank does not come to its end:"
-    )
-    head = "The job stands still:" if all(waiting) else head
-    told = [f"  {' and '.join(ranks)} {place}" for place, ranks in places.items()]
-    return "\n".join([head, *told])
+    waiting = places.get(WAITS, [])
+    if len(waiting) == len(states):
+        return f"The job stands still: all its ranks wait.{FIND}"
+    gone = " and ".join(f"{' and '.join(ranks)} {how}" for how, ranks in places.items())
+    return f"Not all ranks come to their end: {gone}.{FIND if waiting else ''}"
 
 
 def numbers_of(states):

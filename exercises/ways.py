@@ -66,8 +66,15 @@ def resumed(script, folder):
     return observed(script, folder, 4, 1, *SHARED, "--seed", 7, world_size=3, before=first)
 
 
+def stayed(script, folder):
+    """As `resumed`, on two machines: only that of rank 0 has a snapshot, and it is rank 0 again."""
+    first = observed(script, folder, 2, 1)
+    (Path(folder) / "rank1" / "snapshot.pt").unlink(missing_ok=True)
+    return observed(script, folder, 4, 1, before=first)
+
+
 def moved(script, folder):
-    """As `resumed`, on two machines, and what was rank 0 is rank 1 in the second run."""
+    """As `stayed`, but what was rank 0 is rank 1 in the second run."""
     first, folder = observed(script, folder, 2, 1), Path(folder)
     (folder / "rank1" / "snapshot.pt").unlink(missing_ok=True)
     if (folder / "rank0" / "snapshot.pt").exists():
@@ -130,7 +137,11 @@ def changed(script, folder, change):
 
 def as_on_a_mac(script, folder):
     """As `in_ranks`, where torch finds a GPU (MPS) that has no backend, and we train on the CPU."""
-    found = "import torch\n\ntorch._C._get_accelerator = lambda: torch.device('mps')\n"
+    found = """import torch
+
+torch._C._get_accelerator = lambda: torch.device("mps")
+torch.accelerator.current_accelerator = lambda check_available=False: torch.device("mps")
+"""
     return in_ranks(changed(script, folder, ("import torch\n", found)), folder)
 
 
@@ -161,12 +172,15 @@ class Device:
     def __init__(self, kind, index=0):
         kind, index = ("cuda", kind) if isinstance(kind, int) else (kind, index)
         self.type, _, number = kind.partition(":")
+        if self.type.isdigit():
+            raise RuntimeError(f"Invalid device string: '{kind}'")  # as torch does
         self.index = int(number or index)
 
     def __str__(self):
         return f"{self.type}:{self.index}"
 
-def join(*args, device_id=None, **options):
+def join(backend=None, *args, device_id=None, **options):
+    print("BACKEND", backend)
     print("JOINS WITH", device_id)
     sys.exit(0)
 
@@ -175,7 +189,11 @@ dist.init_process_group, torch.device = join, Device
 dist.get_default_backend_for_device = lambda device: "nccl"
 torch.accelerator.set_device_index = torch.cuda.set_device = lambda gpu: print("CHOOSES", gpu)
 by_torchrun = "mp.spawn" not in open(sys.argv[1]).read()
-ddp_setup = runpy.run_path(sys.argv.pop(1))["ddp_setup"]
+script = runpy.run_path(sys.argv.pop(1))
+if "ddp_setup" not in script:
+    sys.exit("ERROR: the file has no ddp_setup any more (--reset begins anew)")
+ddp_setup = script["ddp_setup"]
+print("IS RANK", 3 if by_torchrun else 1)
 ddp_setup(600) if by_torchrun else ddp_setup(1, 2, "file:///tmp/store")
 """
 

@@ -11,21 +11,25 @@ from pathlib import Path
 from launch import ROOT
 from proofs import PREVIOUS, PROOFS
 
+from exercises import ways
+
 PATH = ROOT / "docs" / "every-line.md"
 INTRODUCTION = """\
 # Every line, and what happens without it
 
-Nothing stands in the ladder because it is usually there. Each line that a lesson adds was taken
-out, or replaced by what stood in its place one lesson before, and the script was run: a check,
-named in **bold**, says what is wrong then. None needs a GPU: where the line is about one, functions
-of torch that choose it have a stand-in, which tells what was chosen.
-Imports, docstrings and `print`s are left out, and so is the first line of a function that is new.
+Is each line of the ladder needed? Each that a lesson adds was taken out, or replaced by what stood
+there one lesson before, and the script was run. The third column tells what went wrong: **in bold**
+the check that noticed, then what it saw. The last one, the seconds that this took. Imports,
+docstrings and `print`s are left out, and so is the first line of a function that is new.
+
+A line that only names something for the next ones ends in an error there. No run needs a GPU: where
+a line is about one, the functions of torch that choose it have a stand-in.
 
 The tables are written by a program, and tests hold them: a new line without a proof fails, and so
 does a proof whose line is gone. To find out by yourself, do the
 [exercises](../README.md#exercises).
 """
-COLUMNS = "| line | is for | without it | s |\n|---|---|---|---|\n"
+COLUMNS = "| line | is for | without it | seconds |\n|---|---|---|---|\n"
 
 
 def cell(text: str) -> str:
@@ -44,7 +48,8 @@ def masked(message: str) -> str:
 
 
 def said(proof, message: str) -> str:
-    return f"**{proof.check.says}**: {cell(message)}"
+    where = " (as on a Mac)" if proof.way is ways.as_on_a_mac else ""
+    return f"**{proof.check.says}**{where}: {cell(message)}"
 
 
 def row(proof) -> tuple[str, float]:

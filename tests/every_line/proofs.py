@@ -103,7 +103,6 @@ PROOFS = [
         "if True:",
         "take a GPU only where there is one",
         checks.ends_in_an_error,
-        "available",
     ),
     proof(
         "ddp_setup",
@@ -371,7 +370,7 @@ PROOFS += [
         "self.wandb_id = None",
         "a job has a name that its restarts find again",
         checks.a_restart_is_another_wandb_run,
-        "None at first",
+        "no id that a restart could find",
     ),
     by_torchrun(
         "Trainer.__init__",
@@ -551,7 +550,7 @@ PROOFS += [
         "plumbing.start_wandb(args)",
         "a restart goes on in the same wandb run",
         checks.a_restart_is_another_wandb_run,
-        "None at first",
+        "no id that a restart could find",
     ),
     by_torchrun(
         "__main__",

@@ -16,6 +16,7 @@ SET_EPOCH = (
 )
 SEED = "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)"
 DUE = "if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:"
+LAST = "\n\ndef load_train_objs"
 LEAVE = (
     "    del trainer  # DDP has to go before the group that it talks through, or the exit may "
     "hang\n    dist.destroy_process_group()\n"
@@ -43,6 +44,18 @@ ATTEMPTS = {
         ],
         "wrong": [
             (
+                (("loss_sum += loss * len(source)", "loss_sum += loss.tolist() * len(source)"),),
+                "7 times",
+            ),
+            (
+                (("loss_sum += loss * len(source)", "loss_sum += loss.cpu() * len(source)"),),
+                "7 times",
+            ),
+            (
+                (("loss_sum += loss * len(source)", "loss_sum += 0.5 * len(source)"),),
+                "The loss is another",
+            ),
+            (
                 (("loss_sum += loss * len(source)", "loss_sum += float(loss) * len(source)"),),
                 "7 times",
             ),
@@ -51,7 +64,16 @@ ATTEMPTS = {
     "save": {
         "says": "saved after 1, 3, 5",
         "cures": [((DUE, "if epoch % self.save_every == 1 or epoch == total_epochs - 1:"),)],
-        "wrong": [(((DUE, "if (epoch + 1) % self.save_every == 0:"),), "saved after 2, 4")],
+        "wrong": [
+            (
+                (
+                    (DUE, "if (epoch + 1) % self.save_every == 0:"),
+                    (LAST, f"        self._save_checkpoint(epoch)\n{LAST}"),
+                ),
+                "A save comes twice",
+            ),
+            (((DUE, "if (epoch + 1) % self.save_every == 0:"),), "saved after 2, 4"),
+        ],
     },
     "group": {
         "says": "process group has not been initialized",
@@ -59,11 +81,16 @@ ATTEMPTS = {
             (
                 (
                     "backend, init_method, rank=rank, world_size=world_size, device_id=gpu",
-                    '"gloo", init_method=init_method, world_size=world_size, rank=rank',
+                    '"nccl" if device.type == "cuda" else "gloo", init_method, rank=rank, '
+                    "world_size=world_size",
                 ),
             )
         ],
         "wrong": [
+            (
+                (("init_process_group(backend", 'init_process_group("gloo"'),),
+                "would join with gloo",
+            ),
             ((("world_size=world_size, device_id", "world_size=1, device_id"),), "rror"),
         ],
     },
@@ -210,6 +237,15 @@ ATTEMPTS = {
             )
         ],
         "wrong": [
+            (
+                (
+                    (
+                        "range(self.epochs_run, total_epochs)",
+                        "range(self.epochs_run + 1, total_epochs)",
+                    ),
+                ),
+                "trains [1]",
+            ),
             ((('"epochs_run": epoch + 1,', '"epochs_run": epoch + 2,'),), "trains [3]"),
         ],
     },
@@ -260,7 +296,10 @@ ATTEMPTS = {
                 (NEWEST, "dist.broadcast_object_list(box, src=max(zip(epochs, range(9)))[1])"),
             )
         ],
-        "wrong": [(((NEWEST, "dist.broadcast_object_list(box, src=0)"),), "Training thrown away")],
+        "wrong": [
+            (((NEWEST, "dist.broadcast_object_list(box, src=1)"),), "Training thrown away"),
+            (((NEWEST, "dist.broadcast_object_list(box, src=0)"),), "Training thrown away"),
+        ],
     },
     "moved_rank": {
         "says": "Training thrown away",
@@ -268,6 +307,7 @@ ATTEMPTS = {
             ((NEWEST, "dist.broadcast_object_list(box, src=max(zip(epochs, range(9)))[1])"),)
         ],
         "wrong": [
+            (((NEWEST, "dist.broadcast_object_list(box, src=1)"),), "Training thrown away"),
             (
                 ((NEWEST, "pass"),),
                 "rank 0 begins with 0, rank 1 begins with 2",
