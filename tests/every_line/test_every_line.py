@@ -68,8 +68,9 @@ def test_without_the_line(proof, tmp_path):
     run, message = proof.try_without(tmp_path)
     assert message and proof.says in message, run.output
     assert run.statuses == {0} or proof.check in MAY_CRASH, run.output
-    written = document.PATH.read_text()
-    assert document.masked(document.said(proof, message)) in document.masked(written), message
+    # What Python and torch say of an error differs between their versions.
+    said = document.said(proof, message if run.statuses == {0} else "")
+    assert document.masked(said) in document.masked(document.PATH.read_text()), message
 
 
 # What README says of each lesson under "What breaks without it", and the check that sees it break.
