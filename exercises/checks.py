@@ -330,7 +330,6 @@ def snapshots_of_two_jobs_are_mixed(run):
         return f"one is of another job, and: {told[0] if told else run.output[-200:]!r}"
 
 
-CHECKS = [each for each in list(globals().values()) if hasattr(each, "ways")]
 MAY_CRASH = {
     ends_in_an_error,
     the_command_ends_in_an_error,

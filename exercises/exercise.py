@@ -10,6 +10,7 @@ from exercises.checks import STANDS_STILL, ends_in_an_error
 from exercises.ranks import ROOT
 
 WORK = Path(__file__).with_name("work")  # the reader's files
+TORCHRUN = "torchrun --standalone --nproc_per_node=2"
 
 
 def edited(text: str, edits) -> str:
@@ -34,7 +35,7 @@ class Exercise:
     hint: str
     reads: str = ""  # where in the text it is explained: a file and a heading's anchor
     recipe: tuple[tuple[str, str], ...] = ()  # what the solution has and the script has not
-    start: str = ""  # the command to run the file by hand, if it is not python
+    start: str = "python"  # what starts the file by hand
     suffix: str = ".py"
 
     def solution(self) -> str:
@@ -51,16 +52,21 @@ class Exercise:
         texts = (text.splitlines(keepends=True) for text in (self.handed_out(), self.solution()))
         return "".join(difflib.unified_diff(*texts, "as handed out", "a solution", n=1))
 
-    def judge(self, path: Path) -> str | None:
-        """What is wrong with the reader's file. A mistake that Python sees is told by its line."""
+    def cannot_be_read(self, path: Path) -> str | None:
+        """A mistake that Python sees before anything runs, by its line, or None."""
         try:
-            compile(Path(path).read_text(encoding="utf-8"), str(path), "exec")
+            compile(path.read_text(encoding="utf-8"), str(path), "exec")
         except SyntaxError as error:
             return f"Python cannot read line {error.lineno}: {error.msg}"
         except (OSError, ValueError) as error:
             return f"The file cannot be read: {error}"
+
+    def judge(self, path: Path) -> str | None:
+        """What is wrong with the reader's file, or None."""
+        if problem := self.cannot_be_read(path):
+            return problem
         with tempfile.TemporaryDirectory() as folder:
-            return self.check(str(Path(path).resolve()), folder)
+            return self.check(str(path.resolve()), folder)
 
 
 def first_complaint(*asked):

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from exercises.exercise import Exercise
+from exercises.exercise import TORCHRUN, Exercise
 from exercises.watch import differs, job, numbers_of, run, stopped, watched
 
 ACCUMULATION = '''\
@@ -234,7 +234,6 @@ def sends_too_often(path, folder):
             f"Gradients are {times}, but the weights are up to {apart:.4f} away from those of one"
             " process that takes each batch at once"
         )
-    return None
 
 
 def is_not_one_process(path, folder):
@@ -247,9 +246,7 @@ def is_not_one_process(path, folder):
         return message
     loss = (numbers_of(states)[0] or [float("nan")])[-1]
     if not loss < 1:
-        return (
-            f"The loss ends at {loss:.3g}, with a norm it is less than 1: does anything normalise?"
-        )
+        return f"The loss ends at {loss:.3g}, with a norm below 1: does anything normalise?"
     if (apart := away(*one, two[0])) < 1e-2:
         return None
     first, wanted = sum(rank["output"] for rank in two), one[0]["output"]
@@ -294,12 +291,13 @@ EXERCISES = [
         "model.no_sync() keeps backward() from exchanging, if the forward pass is in it, too. The "
         "mean of a batch is the mean of the means of its equal parts",
         "docs/your-own.md#gradient-accumulation",
+        start=TORCHRUN,
     ),
     Exercise(
         "validation",
         """Three ranks validate on 100 samples, but count more, so that loss and accuracy change
-        with the number of ranks. Make them exact, those of
-        one process, and let each rank do its share of the work.""",
+        with the number of ranks. Make them exact, those of one process, and let each rank do its
+        share of the work.""",
         VALIDATION,
         (
             (
@@ -311,6 +309,7 @@ EXERCISES = [
         "A DistributedSampler deals out equally many samples to all ranks. What does it do if they "
         "cannot be divided? A sampler may also be a list of indices",
         "docs/your-own.md#a-validation-loss",
+        start=TORCHRUN,
     ),
     Exercise(
         "batchnorm",
@@ -323,6 +322,7 @@ EXERCISES = [
         "Either the moments are those of all ranks (the collective has to pass gradients back: "
         "torch.distributed.nn.functional), or the norm looks at one sample at a time",
         "docs/your-own.md#batchnorm",
+        start=TORCHRUN,
     ),
     Exercise(
         "threads",
@@ -341,6 +341,7 @@ EXERCISES = [
         "torch.set_num_threads, or OMP_NUM_THREADS before torch is imported. There may be fewer "
         "cores than processes",
         "docs/how-ddp-works.md#threads-in-each-process",
+        start=TORCHRUN,
     ),
 ]
 

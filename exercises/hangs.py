@@ -4,7 +4,7 @@ import sys
 import threading
 from functools import partial
 
-from exercises.exercise import Exercise
+from exercises.exercise import TORCHRUN, Exercise
 from exercises.watch import differs, job, names, numbers_of, run, stopped, watched
 
 ONE_RANK_ONLY = '''\
@@ -260,6 +260,7 @@ EXERCISES = [
         "Run it by torchrun: the time-out prints a traceback of each rank. Read all of its lines: "
         "a function may have a collective in it that the line which calls it does not show",
         "docs/hangs.md#1-a-collective-on-one-rank-only",
+        start=TORCHRUN,
     ),
     Exercise(
         "steps",
@@ -277,6 +278,7 @@ EXERCISES = [
         "Call faulthandler.dump_traceback_later(3) in each step, and print the step. How many "
         "batches are 33 samples, how many are 32?",
         "docs/hangs.md#2-different-numbers-of-steps",
+        start=TORCHRUN,
     ),
     Exercise(
         "order",
@@ -289,7 +291,7 @@ EXERCISES = [
         "TORCH_DISTRIBUTED_DEBUG=DETAIL in front of torchrun names the two collectives. Which "
         "order does a dict have?",
         "docs/hangs.md#3-collectives-in-a-different-order",
-        start="torchrun --standalone --nproc_per_node=3",
+        start=TORCHRUN.replace("2", "3"),
     ),
     Exercise(
         "swallowed_error",
@@ -310,7 +312,7 @@ EXERCISES = [
         "A rank that dies aloud is in torchrun's report, with its line. Which line of the program "
         "keeps an error from being heard? Take it out for one run",
         "docs/hangs.md#ask-in-this-order",
-        start="torchrun --standalone --nproc_per_node=3",
+        start=TORCHRUN.replace("2", "3"),
     ),
     Exercise(
         "lock",
@@ -323,6 +325,7 @@ EXERCISES = [
         "faulthandler.register(signal.SIGUSR1) and kill -USR1, or py-spy dump, show where each "
         "rank is, and through which calls it came there",
         "docs/hangs.md#5-a-rank-that-is-stuck-in-its-own-code",
+        start=TORCHRUN,
     ),
 ]
 

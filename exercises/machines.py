@@ -1,7 +1,7 @@
 """Exercises on multinode.py: several machines, each with a disk of its own."""
 
 from exercises import checks, ways
-from exercises.exercise import Exercise, first_complaint
+from exercises.exercise import TORCHRUN, Exercise, first_complaint
 from exercises.ranks import ROOT
 from exercises.ways import observed
 
@@ -42,6 +42,7 @@ EXERCISES = [
         "Ask all ranks how far they are (all_gather_object), then let one that has the newest "
         "snapshot send it to all (broadcast_object_list)",
         "README.md#rank-0-may-be-anywhere",
+        start=TORCHRUN,
     ),
     Exercise(
         "moved_rank",
@@ -61,6 +62,7 @@ EXERCISES = [
         "Which rank has the newest snapshot? Each has to know before the broadcast: it names its "
         "source",
         "README.md#rank-0-may-be-anywhere",
+        start=TORCHRUN,
     ),
     Exercise(
         "arguments",
@@ -75,6 +77,7 @@ EXERCISES = [
         "Every rank has to know the arguments of every other (all_gather_object). plumbing.py has "
         "a function for it",
         "docs/plumbing.md",
+        start=TORCHRUN,
     ),
     Exercise(
         "local_rank",
@@ -90,5 +93,6 @@ EXERCISES = [
         ),
         "There is a local rank 0 on every machine, and one rank 0 in the job",
         "README.md#the-launcher-says-who-you-are",
+        start=TORCHRUN,
     ),
 ]

@@ -20,7 +20,7 @@ path = sys.argv.pop(1)
 text = Path(path).read_text()
 by_torchrun = "ddp_setup" in text and "mp.spawn" not in text
 if not by_torchrun:
-    for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split():
+    for name in plumbing.LAUNCHER_SETS:
         del os.environ[name]
 
 # Of each epoch: its number, the samples in their order, numbers that the model drew in its passes,

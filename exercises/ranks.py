@@ -19,7 +19,7 @@ multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 def free_port():
     with socket.socket() as server:
-        server.bind(("", 0))
+        server.bind(("localhost", 0))
         return server.getsockname()[1]
 
 

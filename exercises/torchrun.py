@@ -2,7 +2,7 @@
 
 from exercises import checks, ways
 from exercises.checks import seen_by
-from exercises.exercise import Exercise, first_complaint
+from exercises.exercise import TORCHRUN, Exercise, first_complaint
 
 SCRIPT = "multigpu_torchrun.py"
 
@@ -68,6 +68,7 @@ EXERCISES = [
         "RANK counts through the whole job, LOCAL_RANK on each machine anew. A GPU's number is one "
         "of its machine",
         "README.md#the-launcher-says-who-you-are",
+        start=TORCHRUN,
     ),
     Exercise(
         "momentum",
@@ -79,6 +80,7 @@ EXERCISES = [
         first_complaint(*RESUME),
         "The snapshot has the optimizer's state. What does _resume do with it?",
         "README.md#a-snapshot-holds-all-that-a-restart-needs",
+        start=TORCHRUN,
     ),
     Exercise(
         "epoch",
@@ -89,6 +91,7 @@ EXERCISES = [
         first_complaint(*RESUME),
         "When epoch 1 is saved, how many epochs have been run?",
         "README.md#the-resume",
+        start=TORCHRUN,
     ),
     Exercise(
         "tear",
@@ -106,6 +109,7 @@ EXERCISES = [
         "Write to another name beside it; only a file that is complete takes the place of the old "
         "one, by a rename. plumbing.py has that as a function",
         "docs/plumbing.md",
+        start=TORCHRUN,
     ),
     Exercise(
         "anew",
@@ -123,6 +127,7 @@ EXERCISES = [
         "The method is there, and nobody calls it. Which names have the weights in the file, and "
         "which ones once DDP is around the model?",
         "README.md#the-resume",
+        start=TORCHRUN,
     ),
     Exercise(
         "schedule",
@@ -139,5 +144,6 @@ EXERCISES = [
         "What changes while you train belongs in the snapshot, and has to be put back",
         "docs/your-own.md#a-learning-rate-schedule",
         recipe=SCHEDULE,
+        start=TORCHRUN,
     ),
 ]

@@ -31,12 +31,11 @@ names = {}  # what the program has defined, once it has come to its end
 def watched(path, seen=dict):
     """Run the program as one rank, and save how far it came, what it said and `seen()`, once."""
     file, said = Path(f"rank{os.environ['RANK']}.json").resolve(), io.StringIO()
-    main_thread = threading.get_ident()
     dist.destroy_process_group = lambda group=None: None  # may hang while DDP lives: not asked here
 
     def save(how, stack=(), error=""):
-        lines = [(frame.lineno, frame.line) for frame in stack if frame.filename == path]
-        state = {"how": how, "lines": lines, "error": error, "said": said.getvalue()}
+        lines = [frame.lineno for frame in stack if frame.filename == path]
+        state = {"how": how, "line": (lines or [0])[-1], "error": error, "said": said.getvalue()}
         if not file.exists():
             file.write_text(json.dumps(state | {"seen": seen() if how == ENDED else {}}))
         if how == WAITS:
@@ -44,7 +43,7 @@ def watched(path, seen=dict):
 
     def look():
         time.sleep(STILL)
-        save(WAITS, traceback.extract_stack(sys._current_frames()[main_thread]))
+        save(WAITS)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True).start()
@@ -75,9 +74,8 @@ def stopped(states):
     for rank, state in enumerate(states):
         how = state["how"] if state else "gone without a word"
         if how not in (WAITS, ENDED) and state:
-            number = state["lines"][-1][0] if state["lines"] else 0
             error = (state["error"].splitlines() or [""])[0][:150]
-            return f"Rank {rank} ends at line {number} with {how}: {error}"
+            return f"Rank {rank} ends at line {state['line']} with {how}: {error}"
         places.setdefault(how, []).append(f"rank {rank}")
     if list(places) == [ENDED]:
         return None

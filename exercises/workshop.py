@@ -1,11 +1,10 @@
 """Exercises of a workshop on a cluster: fine-tune, submit, bind, and start by srun."""
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from exercises import workshop_batch, workshop_bindings, workshop_finetune, workshop_srun
-from exercises.exercise import Exercise
+from exercises.exercise import TORCHRUN, Exercise
 
 FINETUNE = '''"""Fine-tune GPT-Neo to tell good film reviews from bad ones.
 
@@ -204,11 +203,8 @@ class BatchFile(Exercise):
 
     suffix: str = ".sbatch"
 
-    def judge(self, path: Path) -> str | None:
-        if problem := workshop_batch.bash_cannot_read(path):
-            return problem
-        with tempfile.TemporaryDirectory() as folder:
-            return self.check(str(Path(path).resolve()), folder)
+    def cannot_be_read(self, path: Path) -> str | None:
+        return workshop_batch.bash_cannot_read(path)
 
 
 FINETUNE_ON_ONE_GPU = (
@@ -274,6 +270,7 @@ EXERCISES = [
         "multigpu_torchrun.py has each of the steps: the group, the device by LOCAL_RANK, DDP, the "
         "sampler and its epoch, the sum of the losses, the one writer",
         "README.md#step-3-torchrun-and-snapshots",
+        start=TORCHRUN,
     ),
     BatchFile(
         "batch_file",
@@ -287,6 +284,7 @@ EXERCISES = [
         workshop_batch.compares_one_gpu_with_a_node,
         "slurm/single_node.sbatch has the directives; bash counts the seconds in $SECONDS",
         "docs/clusters.md#slurm",
+        start="sbatch",
     ),
     Exercise(
         "bindings",
@@ -304,6 +302,7 @@ EXERCISES = [
         "What is next to the GPU *and* allowed is an intersection of sets. How many GPUs have the "
         "same cores next to them, and which of them is this process's?",
         "docs/clusters.md#binding-processes-to-cpus",
+        start=TORCHRUN,
     ),
     Exercise(
         "srun",
@@ -346,5 +345,6 @@ os.environ["MASTER_PORT"] = str(10000 + int(os.environ["SLURM_JOB_ID"]) % 20000)
         "`scontrol show hostnames` lists the hosts in the order of their ranks. SLURM_JOB_ID is "
         "the same on all ranks and another for each job; ports end at 65535",
         "docs/clusters.md#slurm",
+        start="srun --ntasks=2 python",
     ),
 ]

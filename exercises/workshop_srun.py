@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import plumbing
 import re
 import shutil
 import socket
@@ -92,7 +93,7 @@ def look_at_srun(path):
     rank = int(os.environ["RANK"])
     real = f"tcp://localhost:{os.environ['MASTER_PORT']}"
     host = HOSTS[rank // 2]
-    for name in "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split():
+    for name in plumbing.LAUNCHER_SETS:
         del os.environ[name]
     values = {"PROCID": rank, "LOCALID": rank % 2, "NTASKS": 4, "NODEID": rank // 2, "NNODES": 2}
     values |= {"NPROCS": 4, "STEP_NUM_TASKS": 4, "JOB_NUM_NODES": 2, "NTASKS_PER_NODE": 2}

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
-from exercises import ranks
+from exercises import exercise, ranks
 from exercises.ranks import ROOT, on_the_cpu
 from exercises.ranks import alone as alone
 from exercises.ranks import free_port as free_port
@@ -128,11 +128,7 @@ def _on_this_machine(rank, function, init_method, args):
 
 def edited(script, name, *changes):
     """A copy of `script` called `name`, as a reader makes it: each old text, in it once, is new."""
-    text = Path(script).read_text()
-    for old, new in changes:
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {script}"
-        text = text.replace(old, new)
-    Path(name).write_text(text)
+    Path(name).write_text(exercise.edited(Path(script).read_text(), changes))
     return str(Path(name).resolve())
 
 

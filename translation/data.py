@@ -108,12 +108,12 @@ class Sequences:
     def __getitem__(self, i):
         return self.tokens[self.ends[i] - self.lengths[i] : self.ends[i]]
 
-    def padded(self, indices, first=0, last=0, multiple=8) -> torch.Tensor:
+    def padded(self, indices, first=0, last=0) -> torch.Tensor:
         """From `first` to `last`, counted from the end, of each sequence, with PAD behind it: as
-        (sequences, length), where length is a multiple of `multiple`."""
+        (sequences, length), where length is a multiple of 8."""
         begins = self.ends[indices] - self.lengths[indices] + first
         ends = self.ends[indices] + last
-        length = -(-(ends - begins).max() // multiple) * multiple
+        length = -(-(ends - begins).max() // 8) * 8
         where = begins[:, None] + np.arange(length)
         inside = where < ends[:, None]
         return torch.from_numpy(np.where(inside, self.tokens.take(where, mode="clip"), PAD))

@@ -7,6 +7,7 @@ from pathlib import Path
 import lines
 
 from exercises import checks, ways
+from exercises.exercise import edited
 from exercises.ways import Run
 
 PREVIOUS = {
@@ -38,11 +39,8 @@ class Proof:
     def edited(self, folder: Path) -> str:
         """Write the script without the line, and return its path."""
         text = lines.without(self.script, self.statement, self.without)
-        for old, new in self.also:
-            assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {self.script}"
-            text = text.replace(old, new)
         path = Path(folder) / self.script
-        path.write_text(text)
+        path.write_text(edited(text, self.also))
         return str(path.resolve())
 
     def try_without(self, folder: Path) -> tuple[Run, str | None]:

@@ -49,6 +49,13 @@ def test_it_is_another_program_and_the_text_is_short(exercise):
     assert not anchor or anchor in slugs
 
 
+@each_exercise
+def test_what_needs_ranks_is_not_started_by_python(exercise):
+    text = exercise.solution()
+    alone = "mp.spawn(" in text or not re.search("init_process_group|LOCAL_RANK", text)
+    assert (exercise.start == "python") == (alone and exercise.suffix == ".py")
+
+
 @pytest.mark.long
 @each_exercise
 def test_as_handed_out_it_fails_with_the_announced_line(exercise, tmp_path):
@@ -123,7 +130,7 @@ def test_a_reader_solves_one(monkeypatch, tmp_path, capsys):
     assert typed("writer", "--hint")[1].count("\n") == 1
     assert "+        if self.rank != 0:" in typed("writer", "--solution")[1]
     path.write_text((ROOT / "multigpu.py").read_text())
-    assert typed("writer") == (0, typed("writer")[1]) and "✓ " in typed()[1]
+    assert typed("writer")[0] == 0 and "✓ " in typed()[1]
     assert typed("writer", "--reset")[0] == 0 and "✓" not in typed()[1]
     assert path.read_text() == cli.find("writer").handed_out()
 
