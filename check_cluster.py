@@ -6,7 +6,7 @@ On several, run on each what the job will run, with `python check_cluster.py` fo
   python check_cluster.py --nproc_per_node=gpu --nnodes=2 --rdzv-id=456 --rdzv-backend=c10d
   --rdzv-endpoint=ADDRESS:29603
 It first tries what torchrun would only wait for, and then starts itself on every GPU by torchrun.
-Started by torchrun or srun in place of the script, it does the second part only.
+Started by torchrun or a file of slurm/ in place of the script, it does the second part only.
 
 Exit status 0: the job can start. 2: it can't, and a line that begins with ERROR says why. (torchrun
 itself exits with 1 in place of 2.)
@@ -15,6 +15,7 @@ itself exits with 1 in place of 2.)
 import argparse
 import errno
 import json
+import launchers
 import logging
 import os
 import re
@@ -40,14 +41,9 @@ HOST = socket.gethostname()
 MIB = 2**20
 
 
-def count_gpus() -> int:
-    """How many GPUs can train together on this machine. (Apple's MPS has no backend for that.)"""
-    return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
-
-
 def give_up(problem: str):
     """Tell the problem in one line and end this process with exit status 2."""
-    if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+    if launchers.number_here() > 0:
         time.sleep(5)  # local rank 0 tells it for all; then the launcher ends those who wait
     print(f"ERROR: {problem}", file=sys.stderr, flush=True)
     leave()
@@ -231,14 +227,19 @@ def name_problem(backend: str) -> str | None:
 
 def launch(options: list[str], own_options: list[str], wait: int):
     """Try the endpoint, then start this file by torchrun with its `options`."""
-    if not options:
-        options = ["--standalone", f"--nproc_per_node={count_gpus() or 2}"]
+    if not options and not any(name.startswith("PET_") for name in os.environ):
+        options = ["--standalone", f"--nproc_per_node={launchers.count_gpus() or 2}"]
     parser = torchrun.get_args_parser()
     parser.usage = argparse.SUPPRESS
     args = parser.parse_args([*options, __file__])
     args.training_script, args.training_script_args = os.path.abspath(__file__), own_options
     args.max_restarts = 0  # what is wrong is told once
     alone = args.nnodes in ("1", "1:1")
+    if alone and launchers.one_of_several():
+        give_up(launchers.wrong_start())  # or each would say OK for itself
+    if not (alone or args.rdzv_endpoint) and is_loopback(args.master_addr):
+        meet = "--rdzv-backend=c10d --rdzv-id=456 --rdzv-endpoint=ADDRESS:29603"
+        give_up(f"{args.nnodes} machines, but no address where they meet: give all the same {meet}")
     if not args.standalone and (args.rdzv_endpoint or args.master_port or not alone):
         try:
             endpoint = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or 29500}"
@@ -253,7 +254,7 @@ def launch(options: list[str], own_options: list[str], wait: int):
             give_up(problem)
         together = 6 * wait
         if not alone:
-            where = f"until all of {args.nnodes} machines are there"
+            where = f"until all {args.nnodes} machines are there"
             print(f"{HOST} waits up to {together} s {where}", flush=True)
         if "timeout" not in args.rdzv_conf:
             limits = f"timeout={together},join_timeout={together}"  # of static rendezvous, of c10d
@@ -270,7 +271,7 @@ def launch(options: list[str], own_options: list[str], wait: int):
         give_up(f"{HOST} lost {args.rdzv_endpoint}, where all meet: look at the output there")
     except RendezvousError as error:
         give_up(
-            f"not all of {args.nnodes} machines came ({type(error).__name__}): start the same"
+            f"not all {args.nnodes} machines came ({type(error).__name__}): start the same"
             " command on each, with the same --rdzv-id, --nnodes and endpoint"
         )
     except (SignalException, KeyboardInterrupt):
@@ -322,7 +323,7 @@ def cpu_name() -> str:
 
 def choose_device(local_rank: int, local_world_size: int):
     """This process's device, its name, its free memory in bytes, and what is wrong with it."""
-    gpus = count_gpus()
+    gpus = launchers.count_gpus()
     if gpus == 0:
         problem = None
         drivers = [*Path("/proc/driver/nvidia/gpus").glob("*"), *Path("/dev").glob("kfd")]
@@ -345,7 +346,7 @@ def choose_device(local_rank: int, local_world_size: int):
     except Exception as error:
         problem = (
             f"GPU {local_rank} of {HOST} cannot be used ({first_line(error)}):"
-            f" who has it, and is the driver well? ({tool})"
+            f" who uses it, and does the driver work? ({tool})"
         )
         return device, "?", None, problem
     try:
@@ -473,7 +474,7 @@ def seconds_per_all_reduce(size: int, group, device: torch.device) -> float:
     return timed(max(2, min(50, int(0.2 / timed(2)))))
 
 
-def measure(nodes: list[int], device: torch.device, largest: int):
+def measure(nodes: list[int], device: torch.device, largest: int, wait: int):
     """Print latency and bus bandwidth of all-reduce for messages of 1 KiB to `largest` bytes.
 
     `nodes` has the node of each rank. Those of one node talk among themselves, then all with all.
@@ -494,14 +495,17 @@ def measure(nodes: list[int], device: torch.device, largest: int):
     print_on_rank_0(f"{'all-reduce':>10}" + "".join(f"  {title:>26}" for title in groups))
     size, slowest = 1024, 0.0
     while size <= largest and slowest < 0.5:
+        shown = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
         cells = []
         for group in groups.values():
-            seconds = seconds_per_all_reduce(size, group, device)
+            with deadline(
+                2 * wait, f"all-reduce of larger messages does not work, from {shown} on"
+            ):
+                seconds = seconds_per_all_reduce(size, group, device)
             ranks = dist.get_world_size(group)
             bandwidth = 2 * (ranks - 1) / ranks * size / seconds
             cells.append(f"  {seconds * 1e6:>11.1f} us {bandwidth / 1e9:>7.2f} GB/s")
             slowest = max(slowest, seconds)
-        shown = f"{size // MIB} MiB" if size >= MIB else f"{size // 1024} KiB"
         print_on_rank_0(f"{shown:>10}" + "".join(cells))
         size *= 4
     if size <= largest:
@@ -525,7 +529,9 @@ def compare(everyone: list, master_addr: str, port: int, backend: str) -> bool:
 
 def check_process(wait: int, max_mib: int | None):
     """Compare this process with the others, and then talk with them."""
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)  # each line in one write
+    launchers.print_whole_lines()
+    if problem := launchers.wrong_start():
+        give_up(problem)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     rank, world_size, local_rank, local_world_size, port = (int(os.environ[n]) for n in names)
     master_addr = os.environ["MASTER_ADDR"]
@@ -581,8 +587,8 @@ def check_process(wait: int, max_mib: int | None):
         hello = torch.zeros(1, device=device)
         dist.all_reduce(hello)
         float(hello)  # on a GPU all_reduce has only begun when it returns
-    with deadline(120, "all-reduce of larger messages does not work"):
-        measure(nodes, device, (max_mib or (64 if device.type == "cpu" else 1024)) * MIB)
+    measure(nodes, device, (max_mib or (64 if device.type == "cpu" else 1024)) * MIB, wait)
+    with deadline(2 * wait, "the processes do not meet at the end"):
         dist.barrier()
     if rank == 0:
         print(f"OK: all-reduce gives the right sums between {world_size} processes")

@@ -2,32 +2,30 @@
 
 docs/plumbing.md says why each function is here. Every rank has to call what begins with `all_`."""
 
-import os
-import sys
-
-LAUNCHER, TORCH_CAME_FIRST = os.getppid(), "torch" in sys.modules  # before torchrun may end
-
 import argparse
 import atexit
+import fcntl
 import gc
-import logging
+import launchers  # before torch: it notes the parent of this process
+import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
 import zipfile
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from launchers import count_gpus as count_gpus  # this and the next for the scripts
+from launchers import local_job as local_job
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
-import torch.multiprocessing as mp
 from tqdm import tqdm
 
-LAUNCHER_SETS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
 gc.freeze()  # what torch has made stays: no collection need walk through it again
 HELP = {
     "total_epochs": "epochs to train",
@@ -39,6 +37,7 @@ HELP = {
     "snapshot_path": "to save and resume",
 }
 wandb_run, wandb_finish = None, threading.Lock()
+locks = {}  # the open files by their paths: as long as they are open, the locks hold
 
 
 def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
@@ -46,7 +45,7 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
     layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
     sizes = "(Defaults in parentheses.) Global batch size = batch_size * number of processes"
     parser = argparse.ArgumentParser(description=doc, epilog=sizes, **layout)
-    parser.error = refuse
+    parser.error = refuse_usage
     for name in ("total_epochs", "save_every"):
         parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help="as the option")
     for name, default in defaults.items():
@@ -63,14 +62,19 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
         if not by_torchrun:
             parser.exit(2, f"{parser.prog}: error: {mistake}\n")
         args = argparse.Namespace(**defaults, mistake=str(mistake))
-    spawns_under_torchrun = "nproc" in defaults and dist.is_torchelastic_launched()
-    if not by_torchrun and (spawns_under_torchrun or int(os.environ.get("WORLD_SIZE", 1)) > 1):
-        all_exit_if(f"torchrun is not for this script: start it with: python {sys.argv[0]}")
+    if not by_torchrun:
+        all_exit_if(launchers.not_alone(spawns="nproc" in defaults))
     return args
 
 
 def refuse(message: str):
     raise ValueError(message)
+
+
+def refuse_usage(message: str):
+    if "--local-rank" in message:
+        refuse(f"{message}: that is of torch.distributed.launch: start with torchrun instead")
+    refuse(message)
 
 
 def checked(name: str, text: str) -> int | str:
@@ -99,8 +103,9 @@ def all_exit_if(problem: str | None, in_training: bool = False):
         problem = next(filter(None, problems), None)
     if problem is None:
         return
-    local_rank = int(os.environ.get("LOCAL_RANK", rank()))
-    time.sleep(0 if grouped else 60 * local_rank)  # the first says why, then torchrun ends the rest
+    local_rank = dist.get_node_local_rank(rank()) if grouped else launchers.number_here()
+    if not grouped and local_rank > 0:  # the first says why, then torchrun ends the rest
+        time.sleep(60 if dist.is_torchelastic_launched() else 5)
     if local_rank == 0:
         print(f"ERROR: {problem}", file=sys.stderr)
     if grouped:
@@ -140,69 +145,25 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def count_gpus() -> int:
-    """How many GPUs can train together on this machine. (Apple's MPS has no backend for that.)"""
-    return 0 if torch.backends.mps.is_available() else torch.accelerator.device_count()
-
-
 def require_torchrun():
-    """End this process if torchrun did not start it, and later if torchrun is gone."""
-    if missing := " ".join(name for name in LAUNCHER_SETS if name not in os.environ):
-        command = f"torchrun --standalone --nproc_per_node=gpu {sys.argv[0]}"
-        all_exit_if(f"{missing} not set. Start with: {command} (no GPU: auto)")
+    """End this process if no launcher has told its place, and later if torchrun is gone."""
+    all_exit_if(launchers.wrong_start())
     processes = int(os.environ["LOCAL_WORLD_SIZE"])
     if 0 < count_gpus() < processes:
         where = f"{count_gpus()} GPUs on {socket.gethostname()}"
         all_exit_if(f"{processes} processes, but {where}: start one per GPU")
     if processes == int(os.environ["WORLD_SIZE"]):
-        stay_on_this_machine()
+        launchers.stay_on_this_machine()
     if dist.is_torchelastic_launched():
-        threading.Thread(target=end_with_launcher, daemon=True).start()
+        threading.Thread(target=launchers.end_with_launcher, daemon=True).start()
         atexit.register(lambda: time.sleep(hasattr(sys, "last_value")))  # be first in its report
-        if TORCH_CAME_FIRST and os.environ["RANK"] == "0":
+        if launchers.TORCH_CAME_FIRST and os.environ["RANK"] == "0":
             print("WARNING: import plumbing before torch, or it sees torchrun's end too late")
-
-
-def end_with_launcher():
-    """End this process once its parent is gone: a torchrun that is killed leaves its processes."""
-    while os.getppid() == LAUNCHER:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def stay_on_this_machine():
-    """On the CPU, talk over the loopback interface, which no other machine can reach."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-
-
-@contextmanager
-def local_job(processes: int):
-    """Yield where the processes of mp.spawn meet: a file of this user. In the end, end them all."""
-    stay_on_this_machine()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # no news of the rest
-    with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = folder  # mp.spawn leaves files of its own for errors
-        try:
-            yield f"file://{folder}/store"
-        except mp.ProcessExitedException as end:
-            if end.exit_code != 2:
-                raise
-            sys.exit(2)  # it has said why
-        finally:
-            tempfile.tempdir = None
-            for process in mp.active_children():  # they may wait for one another
-                process.terminate()
-                process.join(10)  # it may have a wandb run to finish
-                process.kill()
 
 
 def print_rank(device: torch.device):
     """Print who this process is. From here on each line that it prints is one write."""
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+    launchers.print_whole_lines()
     where = f"Host: {socket.gethostname()} | Pid: {os.getpid()} | Device: {device}"
     size = dist.get_world_size() if dist.is_initialized() else 1
     local_rank = dist.get_node_local_rank(fallback_rank=rank())
@@ -272,9 +233,48 @@ def save_atomically(content: dict, path: str):
         raise
 
 
+def all_own(lock: str, busy: str, cure: str):
+    """Lock the file until this process ends, however it ends. If another job has it, end all.
+
+    Each machine locks: its disk may be its own, or shared with the other machines of this job."""
+    name = f"process {os.getpid()} of {socket.gethostname()}, since {time.strftime('%F %T')}"
+    job = [f"{name}, {os.urandom(4).hex()}"]  # containers may have one host name, and one number
+    dist.broadcast_object_list(job)  # now it is rank 0, on all ranks
+    first_here = dist.get_node_local_rank(rank()) == 0
+    for my_turn in (rank() == 0, rank() != 0 and first_here):  # rank 0, which saves, has it first
+        holder = holder_of(lock, job[0]) if my_turn else None
+        all_exit_if(holder and f"{busy} ({holder}): wait for its end, or {cure}")
+
+
+def holder_of(lock: str, job: str) -> str | None:
+    """Lock the file for `job`, and return None. Or return which other job has it."""
+    try:
+        file = locks[lock] = locks.get(lock) or open(lock, "a")
+        for tenth in range(1000):  # after 90 s an NFS server gives up a machine that has vanished
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.truncate(0)
+                print(job, end="", file=file, flush=True)
+                os.fsync(file.fileno())  # other machines read it
+                return None
+            holder = Path(lock).read_text() or "it has not said who it is"
+            if holder == job:
+                return None  # another machine of this job has it
+            if tenth == 100 and f" of {socket.gethostname()}, " in holder:
+                break  # here 10 s are enough for a job that is just leaving
+            time.sleep(0.1)
+    except OSError as error:
+        print(f"WARNING: {lock}: {error.strerror}: cannot tell if another job writes here")
+        return None
+    return holder
+
+
 def all_read_snapshot(path: str, model, optimizer) -> dict | None:
     """Return the snapshot, on the CPU, or None. If a rank has one that is no good, all end."""
-    snapshot = problem = None
+    snapshot, problem = None, None
+    folder, name = os.path.split(os.path.realpath(path))
+    busy = f"another job has {folder}/{name}"
+    all_own(f"{folder}/.{name}.lock", busy, "choose another --snapshot_path")
     try:
         if os.path.exists(path):
             snapshot = load_whole(path, {"model", "optimizer", "epochs_run", "seed"})

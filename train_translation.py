@@ -220,9 +220,10 @@ def translate(args):
 
 
 def parse_args():
-    parser = options.make_parser(__doc__)
+    default = {name: f"{size}; without a GPU {SMALL[name]}" for name, size in SIZES.items()}
+    default |= {"dropout": "0.1", "eval_freq": "an epoch", "ckpt_freq": "an epoch"}
+    parser = options.make_parser(__doc__, **default, wandb_group="exp1")
     option = parser.add_argument
-    own = "(that of a small model without a GPU)"
     option("--translate", metavar="TEXT", help="print its translation by the best model")
     option("--beam", type=int, default=1, help="beams of --translate, 1: greedy (1)")
     option("--dataset", default="default", help="default, a file, or a name of the hub (default)")
@@ -231,17 +232,19 @@ def parse_args():
     option("--tokenizer", choices=("bpe", "word"), default="bpe", help="what a token is (bpe)")
     option("--vocab-size", type=int, default=8000, help="tokens of a language, at most (8000)")
     option("--tokenizer-file", default="tokenizer_{0}.json", help="(tokenizer_{0}.json)")
-    option("--seq-len", type=int, default=350, help="longer pairs are left out (350)")
-    option("--d-model", type=int, help=f"width of the model (512) {own}")
-    option("--layers", type=int, help=f"of the encoder, and of the decoder (6) {own}")
-    option("--heads", type=int, help=f"of attention (8) {own}")
-    option("--d-ff", type=int, help=f"width of the layers between (2048) {own}")
+    option(
+        "--seq-len", "--seq-length", type=int, default=350, help="longer pairs are left out (350)"
+    )
+    option("--d-model", type=int, help=f"width of the model ({default['d_model']})")
+    option("--layers", type=int, help=f"of the encoder, and of the decoder ({default['layers']})")
+    option("--heads", type=int, help=f"of attention ({default['heads']})")
+    option("--d-ff", type=int, help=f"width of the layers between ({default['d_ff']})")
     option("--tied", action="store_true", help="one matrix for the target's tokens and the output")
     option("--label-smoothing", type=float, default=0.1, help="probability of other tokens (0.1)")
     option("--model-folder", default="weights", help="where the run saves (weights)")
     option("--model-basename", default="tmodel_{0:02d}.pt", help="of the snapshot of an epoch")
     which = {"dest": "resume", "type": options.snapshot_to_resume}
-    option("--preload", **which, help="snapshot: latest, the number of an epoch, none (latest)")
+    option("--preload", **which, help="as --resume; the number is that of an epoch")
     option("--num-decode", type=int, default=500, help="sentences that an evaluation translates")
     parser.set_defaults(dropout=0.1, wandb_group="exp1")
     parser.set_defaults(num_epochs=None, batch_size=None, eval_freq=None, ckpt_freq=None)

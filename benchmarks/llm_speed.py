@@ -12,7 +12,7 @@ script   One process takes turns: the steps of train_llm.py with all that belong
          DDP, agreement, report), and a bare loop around the same compiled model and loss and the
          same optimizer. The ratio is the script's overhead. This on each GPU alone, since cards
          differ, and then the steps of the script on all of them.
-medium   The same with GPT-2 350M, 32 in a batch, on one GPU.
+medium   As script, with GPT-2 350M, 32 in a batch, on one GPU.
 save     Seconds that a step waits for a snapshot, against torch.save of the same state; the speed
          of the steps while the file is written; and reading it with and without mmap.
 start    Seconds from the start of the script to the end of its first step, with a cold and a warm
@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from threading import Timer
 
 import torch
 import torch.nn.functional as F
@@ -160,10 +162,21 @@ def options(folder, size):
     return [*names, "--batch-size", str(SIZES[size][3]), "--save-dir", str(folder / "outputs")]
 
 
-def run(command, **env):
-    """Run a child and show what it prints, as it comes."""
+def run(command, **env) -> dict[tuple[str, int], float]:
+    """Run a child, show what it prints, as it comes; its tokens/s by row and accumulation."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | env
-    subprocess.run(list(map(str, command)), env=env, timeout=500, check=True)
+    command, speeds = list(map(str, command)), {}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        limit = Timer(500, process.kill)
+        limit.start()
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if row := re.match(r"(\w+): .*, accumulation (\d+) +([\d,]+) tokens/s", line):
+                speeds[row[1], int(row[2])] = float(row[3].replace(",", ""))
+        limit.cancel()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return speeds
 
 
 def child(*args, processes=1, first=0):
@@ -171,7 +184,7 @@ def child(*args, processes=1, first=0):
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     gpus = ",".join(map(str, range(first, first + processes)))
-    run([*launcher, __file__, *args], CUDA_VISIBLE_DEVICES=gpus)
+    return run([*launcher, __file__, *args], CUDA_VISIBLE_DEVICES=gpus)
 
 
 def start_row(folder):
@@ -279,10 +292,20 @@ def script_rows(folder, size, rounds, number=16):
 
 
 def print_speed(name, speeds, peak):
-    """`peak` in tokens per second."""
+    """`peak` in tokens per second, NaN if it is not known."""
     speed = statistics.median(speeds)
     rounds = ", ".join(f"{each:,.0f}" for each in speeds)
-    print(f"{name:44} {speed:9,.0f} tokens/s a GPU, MFU {speed / peak:.2%} ({rounds})", flush=True)
+    mfu = "" if math.isnan(peak) else f", MFU {speed / peak:.2%}"
+    print(f"{name:44} {speed:9,.0f} tokens/s a GPU{mfu} ({rounds})", flush=True)
+
+
+def print_efficiency(gpus, alone, together):
+    """Each of `alone` has the speeds of one GPU, `together` those of a GPU in a job of all."""
+    for accumulation in ACCUMULATION, 1:
+        speeds = [each["script", accumulation] for each in alone]
+        speed = together["script", accumulation]
+        print(f"{gpus} GPUs, accumulation {accumulation}: {speed / min(speeds):.1%} of the", end="")
+        print(f" slowest alone, {speed / statistics.mean(speeds):.1%} of their mean", flush=True)
 
 
 def save_rows(inside):
@@ -332,7 +355,9 @@ def main():
     )
     rows = ("nano", "plain", "script", "medium", "save", "start")
     parser.add_argument("--only", nargs="+", choices=rows, default=rows)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of each row, of which the median counts (3)"
+    )
     for name in ("--child", "--size", "--folder"):  # how this program starts itself
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -357,12 +382,13 @@ def main():
                 child("--child", kind, *common)
         if "script" in args.only or "save" in args.only:
             kind = "save" if "save" in args.only else "script"
-            child("--child", kind, "--size", "gpt2", *common)
+            alone = [child("--child", kind, "--size", "gpt2", *common)]
             gpus = torch.cuda.device_count()
             if "script" in args.only and gpus > 1:
                 for first in range(1, gpus):
-                    child("--child", "script", "--size", "gpt2", *common, first=first)
-                child("--child", "script", "--size", "gpt2", *common, processes=gpus)
+                    alone += [child("--child", "script", "--size", "gpt2", *common, first=first)]
+                together = child("--child", "script", "--size", "gpt2", *common, processes=gpus)
+                print_efficiency(gpus, alone, together)
         if "medium" in args.only:
             child("--child", "script", "--size", "medium", *common)
 

@@ -23,7 +23,7 @@ from llm_speed import seconds
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-ROUNDS, STEPS, WARM_UP = 5, 60, 60
+ROUNDS, STEPS, WARM_UP = 9, 60, 60
 
 
 def build(folder):
@@ -67,7 +67,9 @@ def batches_of(trainer, first):
 def bare(trainer, batches):
     from train_translation import PAD, loss_sum
 
-    model, optimizer, args = trainer.model.module, trainer.optimizer, trainer.args
+    # On several GPUs it has to send gradients too, and does that as the script does.
+    model = trainer.model if dist.get_world_size() > 1 else trainer.model.module
+    optimizer, args = trainer.optimizer, trainer.args
     for (source, inputs, labels), targets in batches:
         with torch.autocast(trainer.device.type, torch.bfloat16, args.dtype == "bfloat16"):
             logits = model(source, inputs)

@@ -81,7 +81,7 @@ def check(exercise):
         path.write_text(exercise.handed_out())
         print(f"Written for you: {where}")
     path_of_ours = "PYTHONPATH=. " * ("import plumbing" in exercise.solution())
-    print(f"By hand: {path_of_ours}{exercise.start} {where}")
+    print(f"By hand: {path_of_ours}{exercise.start} {where} {exercise.arguments}".rstrip())
     print(f"Checking {where} ...", flush=True)
     try:
         problem = exercise.judge(path)

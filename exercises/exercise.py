@@ -11,6 +11,7 @@ from exercises.ranks import ROOT
 
 WORK = Path(__file__).with_name("work")  # the reader's files
 TORCHRUN = "torchrun --standalone --nproc_per_node=2"
+OWN = "2 1 --snapshot_path exercises/work/own.pt"  # away from the reader's other snapshots
 
 
 def edited(text: str, edits) -> str:
@@ -36,6 +37,7 @@ class Exercise:
     reads: str = ""  # where in the text it is explained: a file and a heading's anchor
     recipe: tuple[tuple[str, str], ...] = ()  # what the solution has and the script has not
     start: str = "python"  # what starts the file by hand
+    arguments: str = ""  # and what is typed behind it
     suffix: str = ".py"
 
     def solution(self) -> str:

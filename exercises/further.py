@@ -129,7 +129,7 @@ dist.destroy_process_group()
 '''
 
 THREADS = '''\
-"""Several processes train on the cores of one machine. They are started by Slurm, not torchrun."""
+"""Several processes train on the cores of one machine. Nobody has set OMP_NUM_THREADS."""
 
 import os
 
@@ -309,7 +309,7 @@ EXERCISES = [
         "A DistributedSampler deals out equally many samples to all ranks. What does it do if they "
         "cannot be divided? A sampler may also be a list of indices",
         "docs/your-own.md#a-validation-loss",
-        start=TORCHRUN,
+        start=TORCHRUN.replace("2", "3"),
     ),
     Exercise(
         "batchnorm",
@@ -341,7 +341,7 @@ EXERCISES = [
         "torch.set_num_threads, or OMP_NUM_THREADS before torch is imported. There may be fewer "
         "cores than processes",
         "docs/how-ddp-works.md#threads-in-each-process",
-        start=TORCHRUN,
+        start=f"OMP_NUM_THREADS=$(nproc) {TORCHRUN}",
     ),
 ]
 

@@ -1,7 +1,7 @@
 """Exercises on multinode.py: several machines, each with a disk of its own."""
 
 from exercises import checks, ways
-from exercises.exercise import TORCHRUN, Exercise, first_complaint
+from exercises.exercise import OWN, TORCHRUN, Exercise, first_complaint
 from exercises.ranks import ROOT
 from exercises.ways import observed
 
@@ -43,6 +43,7 @@ EXERCISES = [
         "snapshot send it to all (broadcast_object_list)",
         "README.md#rank-0-may-be-anywhere",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "moved_rank",
@@ -63,6 +64,7 @@ EXERCISES = [
         "source",
         "README.md#rank-0-may-be-anywhere",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "arguments",
@@ -78,6 +80,7 @@ EXERCISES = [
         "a function for it",
         "docs/plumbing.md",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "local_rank",
@@ -94,5 +97,6 @@ EXERCISES = [
         "There is a local rank 0 on every machine, and one rank 0 in the job",
         "README.md#the-launcher-says-who-you-are",
         start=TORCHRUN,
+        arguments=OWN,
     ),
 ]

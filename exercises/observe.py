@@ -4,6 +4,7 @@ checks.py starts it, by `ranks.quickly`. What the script has is not replaced, on
 """
 
 import gc
+import launchers
 import os
 import plumbing
 import runpy
@@ -20,7 +21,7 @@ path = sys.argv.pop(1)
 text = Path(path).read_text()
 by_torchrun = "ddp_setup" in text and "mp.spawn" not in text
 if not by_torchrun:
-    for name in plumbing.LAUNCHER_SETS:
+    for name in launchers.LAUNCHER_SETS:
         del os.environ[name]
 
 # Of each epoch: its number, the samples in their order, numbers that the model drew in its passes,

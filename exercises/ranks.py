@@ -73,7 +73,7 @@ def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, last
 
 def on_the_cpu():
     """Such a process has the environment of the first that was started so: mend it."""
-    import plumbing
+    import launchers
 
     import torch
 
@@ -81,7 +81,7 @@ def on_the_cpu():
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    plumbing.stay_on_this_machine()
+    launchers.stay_on_this_machine()
 
 
 def _run_rank(script, args, env, folder, cwd, log, largest_file):

@@ -2,7 +2,7 @@
 
 from exercises import checks, ways
 from exercises.checks import seen_by
-from exercises.exercise import TORCHRUN, Exercise, first_complaint
+from exercises.exercise import OWN, TORCHRUN, Exercise, first_complaint
 
 SCRIPT = "multigpu_torchrun.py"
 
@@ -69,6 +69,7 @@ EXERCISES = [
         "of its machine",
         "README.md#the-launcher-says-who-you-are",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "momentum",
@@ -81,6 +82,7 @@ EXERCISES = [
         "The snapshot has the optimizer's state. What does _resume do with it?",
         "README.md#a-snapshot-holds-all-that-a-restart-needs",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "epoch",
@@ -92,6 +94,7 @@ EXERCISES = [
         "When epoch 1 is saved, how many epochs have been run?",
         "README.md#the-resume",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "tear",
@@ -110,6 +113,7 @@ EXERCISES = [
         "one, by a rename. plumbing.py has that as a function",
         "docs/plumbing.md",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "anew",
@@ -128,6 +132,7 @@ EXERCISES = [
         "which ones once DDP is around the model?",
         "README.md#the-resume",
         start=TORCHRUN,
+        arguments=OWN,
     ),
     Exercise(
         "schedule",
@@ -145,5 +150,6 @@ EXERCISES = [
         "docs/your-own.md#a-learning-rate-schedule",
         recipe=SCHEDULE,
         start=TORCHRUN,
+        arguments=OWN,
     ),
 ]

@@ -277,14 +277,14 @@ EXERCISES = [
         """How much faster is a whole node? This batch file asks Slurm for no GPU, and runs the
         program that it is given with one process. Ask for one node with two GPUs and cores for
         two processes, run the program by srun and torchrun first on one GPU and then on all, and
-        print after each run how many seconds it took; on a machine with Slurm the check submits
-        it there.""",
+        print after each run how many seconds it took. Where Slurm is, the check submits it.""",
         BATCH_FILE,
         BATCH_FILE_WITH_GAPS,
         workshop_batch.compares_one_gpu_with_a_node,
         "slurm/single_node.sbatch has the directives; bash counts the seconds in $SECONDS",
         "docs/clusters.md#slurm",
         start="sbatch",
+        arguments="multinode.py 50 10",
     ),
     Exercise(
         "bindings",

@@ -1,9 +1,9 @@
 """The check of `srun`: four ranks that seem to be on two hosts, and a real job if Slurm is here."""
 
 import json
+import launchers
 import os
 import platform
-import plumbing
 import re
 import shutil
 import socket
@@ -93,7 +93,7 @@ def look_at_srun(path):
     rank = int(os.environ["RANK"])
     real = f"tcp://localhost:{os.environ['MASTER_PORT']}"
     host = HOSTS[rank // 2]
-    for name in plumbing.LAUNCHER_SETS:
+    for name in launchers.LAUNCHER_SETS:
         del os.environ[name]
     values = {"PROCID": rank, "LOCALID": rank % 2, "NTASKS": 4, "NODEID": rank // 2, "NNODES": 2}
     values |= {"NPROCS": 4, "STEP_NUM_TASKS": 4, "JOB_NUM_NODES": 2, "NTASKS_PER_NODE": 2}

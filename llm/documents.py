@@ -4,19 +4,17 @@ A document is an iterable of strings, so that of a long one only a part has to b
 file is one document, and so is each row of anything else: the text in one of its columns.
 """
 
-import bz2
 import csv
-import gzip
 import itertools
 import json
-import lzma
 import os
 import re
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+from training.texts import PACKED, open_file
+
 # Names that the hub's library gives to a split that is not trained on, between such separators.
 HELD_OUT = "test|testing|eval|evaluation|valid|validation|val|dev"
 HELD_OUT = re.compile(rf"(?:^|[-._ 0-9])({HELD_OUT})(?:$|[-._ 0-9])", re.IGNORECASE)
@@ -214,28 +212,6 @@ def naming(source):
         yield
     except Exception as error:
         raise ValueError(f"{source}: {error or type(error).__name__}") from error
-
-
-@contextmanager
-def open_file(file: Path, mode: str, **options):
-    """Open a file, packed or not. What is not UTF-8 in it is an error that says where."""
-    opener = PACKED.get(file.suffix.lower(), open)
-    try:
-        with opener(file, mode, **options) as stream:
-            yield stream
-    except UnicodeDecodeError:
-        with opener(file, "rb") as lines:
-            raise ValueError(find_undecodable(lines)) from None
-
-
-def find_undecodable(lines) -> str:
-    """Where the first byte is that is not UTF-8."""
-    for number, line in enumerate(lines, 1):
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            byte = f"byte {error.start + 1} ({line[error.start]:#x})"
-            return f"line {number}, {byte} is not UTF-8: convert the file, or it is not a text"
 
 
 def read_text(file: Path):

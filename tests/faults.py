@@ -42,8 +42,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import launch
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import launch
 from hosts import Network, has_namespaces
 
 TIMEOUT = 8  # seconds that a rank waits for another

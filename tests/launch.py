@@ -32,6 +32,10 @@ SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
 )
 
 
+# torchrun's own status after a signal, whatever its processes say: 1, or an abort, if it ends while
+# its heartbeat is in a call of its store (docs/troubleshooting.md: `Fatal Python error: Aborted`).
+SIGNALLED = {1, -signal.SIGABRT}
+
 PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
 
 
@@ -75,6 +79,12 @@ def start(command, cwd=".", **env):
     )
     process.log = Path(log.name)
     return process
+
+
+def start_typed(command, cwd=".", **env):
+    """Start `command` as a reader types it, in the activated environment."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return start(["bash", "-c", command], cwd, PATH=path, **env)
 
 
 def finish(process, seconds=60):

@@ -1,13 +1,12 @@
-"""Who trains: the group of processes, what takes hours on one of them, and their CPU cores."""
+"""Who trains: the group of processes, and what takes hours on one of them."""
 
+import launchers
 import os
 import plumbing
-import socket
 import textwrap
 import threading
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,11 @@ def ddp_setup(timeout: int) -> torch.device:
     GPU. A rank that has waited for another for `timeout` seconds fails, and with it the job.
     """
     store = None
-    if not any(name in os.environ for name in plumbing.LAUNCHER_SETS):
+    # Any of these says that a launcher has started this process, or in a pod that torchrun shall.
+    names = (*launchers.LAUNCHER_SETS, "PET_NPROC_PER_NODE")
+    if not launchers.one_of_several() and not any(name in os.environ for name in names):
         alone = ("0", "1", "0", "1", "localhost", "0")
-        os.environ.update(zip(plumbing.LAUNCHER_SETS, alone, strict=True))
+        os.environ.update(zip(launchers.LAUNCHER_SETS, alone, strict=True))
         store = dist.HashStore()  # nobody else has to find it
     plumbing.require_torchrun()
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -76,25 +77,3 @@ def all_count_machines() -> int:
     machines = torch.tensor(int(dist.get_node_local_rank() == 0))
     dist.all_reduce(machines)
     return machines.item()
-
-
-def all_bind_cpus():
-    """Keep this process on a share of this machine's CPU cores, and so near their memory."""
-    hosts = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[dist.get_rank()]]
-
-    def place(cpu):  # socket, then core: the hardware threads of a core stay together
-        folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-        return [int((folder / name).read_text()) for name in ("physical_package_id", "core_id")]
-
-    problem = None
-    try:
-        cpus = sorted(os.sched_getaffinity(0), key=place)
-        share = len(cpus) // len(here)
-        begin = here.index(dist.get_rank()) * share
-        os.sched_setaffinity(0, cpus[begin : begin + share])
-        torch.set_num_threads(min(torch.get_num_threads(), share))
-    except (AttributeError, OSError) as error:  # not on macOS, not with more processes than cores
-        problem = f"bind-cpus: not on {socket.gethostname()}: {explain(error)}"
-    plumbing.all_exit_if(problem)

@@ -1,4 +1,4 @@
-"""What does not fit: a batch that is too large for a GPU, and numbers that are none."""
+"""What does not fit: a batch that is too large for a GPU, and what is no number."""
 
 import math
 import os

@@ -22,6 +22,7 @@ PEAK_TFLOPS = {  # of dense bfloat16 matrix products, from the vendors' datashee
     "H100 PCIe": 756,
     "H100 NVL": 835,
     "H100": 989,
+    "H200 NVL": 835,
     "H200": 989,
     "A100": 312,
     "L40S": 362,
@@ -92,7 +93,7 @@ def memory_used(device: torch.device) -> int:
 class Log:
     """Where a run tells how it goes: a bar, lines, `folder`/metrics.jsonl and wandb.
 
-    Training is worth more than its log: whatever fails here is told once, if at all, and goes on.
+    Training is worth more than its log: what fails here is told once at most, and training goes on.
     """
 
     def __init__(self, folder: Path, steps_run: int, total_steps: int):

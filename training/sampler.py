@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 
 
 class StepSampler(Sampler):
-    """Which samples are in which step: a function of seed, step and global batch size alone.
+    """Which samples are in which step: a function of seed, step, global batch and length alone.
 
     Yields the batches of this rank from step `first_step` on, without end. A step has
     `global_batch_size` samples, the last one of an epoch has those that remain. Then some batches

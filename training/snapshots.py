@@ -1,12 +1,10 @@
 """Snapshots of a run: written beside the training, the newest of any machine found again."""
 
-import fcntl
 import itertools
 import os
 import plumbing
 import re
 import shutil
-import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -51,16 +49,8 @@ class Snapshots:
 
     def all_lock(self):
         """Two jobs must not write in one folder. The end of the process opens the lock again."""
-        problem = None
-        if dist.get_rank() == 0:
-            try:
-                self.lock = lock(self.folder / "lock", seconds=10)  # the job before may be leaving
-            except BlockingIOError:
-                problem = f"{self.option}: another job is writing in {self.folder}"
-            except OSError as error:
-                why = f"no locks in {self.folder} ({error.strerror})"
-                problem = f"{self.option}: {why}: choose a folder on another disk"
-        plumbing.all_exit_if(problem)
+        busy = f"{self.option}: another job is writing in {self.folder}"
+        plumbing.all_own(str(self.folder / "lock"), busy, self.another)
 
     def paths(self) -> list[Path]:
         """The snapshots on this machine, newest first."""
@@ -126,7 +116,7 @@ class Snapshots:
             self.problem = f"cannot save in {self.folder}: {why}"
 
     def _replace_folder(self, path, write, weights):
-        """Have a folder written, and put it in the place of `path`, which so is always whole."""
+        """Have a folder written, and put it in the place of `path`, which so is whole or absent."""
         temporary, replaced = path.with_suffix(".tmp"), path.with_suffix(".old")
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         write(weights, temporary)
@@ -142,7 +132,7 @@ class Snapshots:
         """Fill `tensors` from the newest snapshot on any machine; return its plain values, or None.
 
         `asked` is latest, none or the number of one. refusal(snapshot) says why one that is
-        whole must not be used here, or nothing. Then all end.
+        whole must not be used here: then all end. Or it says nothing.
         """
         paths, problem = self.paths(), None
         if asked == "none" and paths:
@@ -200,23 +190,6 @@ class Snapshots:
             if path in damaged or self.number(path) > number:
                 with suppress(FileNotFoundError):  # another rank of this machine was faster
                     path.rename(path.with_suffix(".unused"))
-
-
-def lock(path: Path, seconds: float):
-    """Return `path`, locked: nobody else can lock it before this process has ended.
-
-    If somebody has it for longer than `seconds`, raise a BlockingIOError.
-    """
-    file = open(path, "a")  # noqa: SIM115
-    limit = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return file
-        except BlockingIOError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(0.1)
 
 
 def misfit(tensors: dict, snapshot: dict, name: str = "") -> str | None:

@@ -33,7 +33,7 @@ class Trainer:
     _export(weights, path): write the model, for others to use
     """
 
-    flops_per_token = None  # known, it makes MFU known
+    flops_per_token = None  # if known, the lines show MFU
     tokens_in_sample = None  # where all samples have equally many
     dynamic = False  # whether batches have many shapes, so that one compilation has to do for all
 
@@ -47,7 +47,8 @@ class Trainer:
         args,
         identity: dict,
     ):
-        """`identity` is what makes it this run: a snapshot that has other values is of another."""
+        """`args` is of options.all_start, with what the program adds. `identity` is what makes it
+        this run: a snapshot that has other values is of another."""
         self.rank = dist.get_rank()
         self.model = model.to(device)
         self.train_data = train_data
@@ -70,7 +71,7 @@ class Trainer:
             self.snapshots.make_buffers(self._tensors())
         if args.compile:
             self._compile()
-        # Buffers are tables that never change: they are not sent. torch 2.13 renamed the option.
+        # No buffers are sent: they are tables that never change. torch 2.13 renamed the option.
         names = ("forward_sync_buffers", "broadcast_buffers")
         constant = next(name for name in names if name in inspect.signature(DDP).parameters)
         self.model = DDP(  # gives every rank the weights of rank 0
@@ -204,7 +205,7 @@ class Trainer:
         return learning_rate(step, self.args.lr, self.warmup_steps, self.total_steps)
 
     def _problem_with_gradients(self):
-        """That of a step since the last report, the same on all ranks, or None. Waits for a GPU."""
+        """What is wrong since the last report, on all ranks the same, or None. Waits for a GPU."""
         return problem_with_gradients(self.norms, self.steps_run, self.snapshots)
 
     def _report(self):
@@ -310,7 +311,7 @@ class Trainer:
         return stop, None
 
     def _evaluate_if_due(self, stop):
-        """Return the signal to stop that came meanwhile, or 0, and what models are to be saved."""
+        """Return `stop`, or the signal that came meanwhile, and what models are to be saved."""
         finished = self.steps_run >= self.total_steps
         exports = ["final"] if finished else []
         due = finished or self.steps_run % self.args.eval_freq == 0

@@ -5,6 +5,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from training.texts import open_file
 from translation.grammar import default_pairs
 
 
@@ -45,12 +46,12 @@ def read_pairs(name: str, source: str, target: str) -> list[tuple[str, str]]:
 
 def read_tsv(path: Path):
     """Rows of a file whose first line names its columns by their languages."""
-    with open(path, encoding="utf-8", newline="") as file:
+    with open_file(path, "rt", encoding="utf-8-sig", newline="") as file:
         yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
 
 
 def read_json(path: Path):
-    with open(path, encoding="utf-8") as file:
+    with open_file(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)

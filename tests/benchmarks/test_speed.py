@@ -38,3 +38,10 @@ def test_each_row_has_its_figures(tmp_path):
         assert figures and all(float(each) > 0 for each in figures.groups()), output
         if row.endswith("another") and "torchrun" not in row:
             assert float(figures[3]) > 1, output
+
+
+def test_every_benchmark_has_a_row():
+    """With what it measures, and where and when it last ran."""
+    page = (launch.ROOT / "docs" / "performance.md").read_text()
+    for path in (launch.ROOT / "benchmarks").glob("*.py"):
+        assert f"\n| {path.name} | " in page, path.name

@@ -167,7 +167,7 @@ def test_no_answer(network):
 @needs_namespaces
 def test_the_others_do_not_come(network):
     error = the_error(network.hosts[0].start(check("alpha:29603", "--wait=1")))
-    assert error.startswith("not all of 2 machines came (RendezvousTimeoutError): start the same")
+    assert error.startswith("not all 2 machines came (RendezvousTimeoutError): start the same")
 
 
 @pytest.mark.long
@@ -270,6 +270,21 @@ def test_the_interface_leads_nowhere(network):
     for agent in agents:
         error = the_error(agent)
         assert error.startswith("the processes met, but gloo cannot connect them: a wrong inter")
+
+
+@pytest.mark.long
+@needs_namespaces
+def test_large_packets_are_lost(network):
+    """The machines send 9000 bytes, and what is between them takes 1500 and says nothing."""
+    for host in network.hosts:
+        host.sh("ip link set eth0 mtu 9000 gso_max_segs 1")
+    agents = [host.start(check("alpha:29603")) for host in network.hosts]
+    lines = [see_it_end(agent, seconds=40) for agent in agents]
+    told = [error for output in lines for error in errors(output)]
+    assert told and all(
+        "all-reduce of larger messages does not work, from " in line for line in told
+    )
+    assert "1 KiB" in lines[0] + lines[1], "smaller ones were measured"
 
 
 @pytest.mark.long

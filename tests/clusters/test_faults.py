@@ -58,6 +58,15 @@ def test_nothing_is_lost(script, name, undisturbed, folder):
     assert result.in_a_save or not fault.in_a_save, "it hit no save"
 
 
+def test_the_program_starts_as_the_page_has_it():
+    """By itself, where pytest has not told Python where things are."""
+    (command,) = re.findall(
+        r"`python (tests/faults.py) --runs 200 ", (launch.ROOT / "docs/reliability.md").read_text()
+    )
+    output = launch.run(launch.python(str(launch.ROOT / command), "--list"), PYTHONPATH="")
+    assert output.split("\n") == [*(fault.name for fault in faults.faults()), ""]
+
+
 def test_every_fault_has_its_row():
     """The table in docs/reliability.md leaves out no fault that the harness has, and lost none."""
     text = (launch.ROOT / "docs" / "reliability.md").read_text()

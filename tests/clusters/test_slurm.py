@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 
 import launch
 import pytest
@@ -151,6 +152,32 @@ def test_a_node_knows_how_many_processes_it_has(cluster):
     assert state == "COMPLETED" and sizes == ["0 2", "0 2", "1 1"], log
 
 
+FAILS_ONCE = """
+from pathlib import Path
+import torch.distributed as dist
+dist.init_process_group("gloo")
+print("attempt of rank", dist.get_rank())
+if dist.get_rank() == 0 and not Path("failed").exists():
+    Path("failed").touch()
+    raise RuntimeError("the first attempt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_restarts_the_processes_if_it_may(cluster):
+    """The variables are those that docs/clusters.md has one write into the block."""
+    text = (launch.ROOT / "docs" / "clusters.md").read_text()
+    (export,) = re.findall(r"`export (PET_MAX_RESTARTS=[^`]*)`", text)
+    variables = dict(word.split("=") for word in export.split())
+    (cluster.project / "fails_once.py").write_text(FAILS_ONCE)
+    options = SIZES[TORCHRUN, "small"]
+    job = cluster.submit(TORCHRUN, options=options, SCRIPT="fails_once.py", **variables)
+    state, status, log = cluster.finish(job, 90)
+    assert (state, status) == ("COMPLETED", 0) and "the first attempt" in log, log
+    assert all(log.count(f"attempt of rank {rank}") == 2 for rank in (0, 1)), log
+
+
 @pytest.mark.parametrize("slow", ["node1", "node2"])
 def test_the_status_is_the_scripts_though_a_node_is_slow(cluster, slow):
     """All ranks end with 2; srun must not end one before, whose status would then be 143."""
@@ -189,6 +216,58 @@ def test_two_torchruns_on_a_node_are_refused(cluster, file):
     state, status, log = cluster.finish(cluster.submit(file, 2, 1, options=options))
     assert (state, status) == ("FAILED", 2) and log.count("\n") == 1, log
     assert " tasks" in log and "one torchrun is wanted" in log, log
+
+
+@pytest.mark.parametrize("start", ["srun python", "srun torchrun --standalone"])
+def test_the_check_never_says_ok_of_one_node_alone(cluster, start):
+    """In an allocation of two nodes, started without the file that joins them."""
+    begin = time.monotonic()
+    command = f"salloc -N2 --ntasks-per-node=1 {start} check_cluster.py"
+    output = cluster.command("bash", "-c", f"source .venv/bin/activate; timeout 25 {command}")
+    assert time.monotonic() - begin < 20
+    errors = re.findall("^ERROR: SLURM_STEP_NUM_TASKS=2, but (.*)", output, re.MULTILINE)
+    assert len(errors) == 2 and "OK" not in output, output  # each node says it once
+    cure = "start slurm/multinode_srun.sbatch" if "python" in start else "docs/clusters.md"
+    assert all(cure in error for error in errors)
+
+
+def array(cluster, file, *args):
+    options = ("--array=0-1", "--gpus-per-node=1", "--cpus-per-task=1", "--output=array-%a.log")
+    logs = [cluster.project / f"array-{number}.log" for number in (0, 1)]
+    for log in logs:
+        log.unlink(missing_ok=True)  # they are appended to
+    cluster.submit(file, *args, options=options)
+    return logs
+
+
+def test_the_tasks_of_an_array_have_a_snapshot_each(cluster):
+    """With the line of the file that the page speaks of."""
+    for path in cluster.project.glob("snapshot-*"):
+        path.unlink()
+    text = (cluster.project / "slurm" / SINGLE_NODE).read_text()
+    assert text.count("# set -- ") == 1
+    (cluster.project / "slurm" / "array.sbatch").write_text(text.replace("# set -- ", "set -- "))
+    logs = array(cluster, "array.sbatch", 5, 5)
+    cluster.wait_for(lambda: not cluster.command("squeue", "--noheader").strip(), 60)
+    for number, log in enumerate(logs):
+        assert f"snapshot saved at snapshot-{number}.pt" in log.read_text(), log.read_text()
+        assert launch.snapshot(cluster.project / f"snapshot-{number}.pt")["seed"] == number
+
+
+def test_the_second_task_of_an_array_with_one_snapshot_is_refused(cluster):
+    """The first trains on."""
+    (cluster.project / "snapshot.pt").unlink(missing_ok=True)
+    logs = array(cluster, SINGLE_NODE, 10**6, 10**6)
+
+    def texts():
+        return [log.read_text() for log in logs if log.exists()]
+
+    cluster.wait_for(lambda: "ERROR: another job has " in "".join(texts()), 60, texts)
+    cluster.command("scancel", "--user=root")
+    cluster.wait_for(lambda: not cluster.command("squeue", "--noheader").strip(), 60)
+    refused, trained = sorted(texts(), key=lambda text: "another job" not in text)
+    assert re.search(r"ERROR: another job has /.*/snapshot.pt \(process \d+ of node", refused)
+    assert "] Epoch 0 |" not in refused and "] Epoch 50 |" in trained
 
 
 IPV6_ONLY = {"ipv4": False}

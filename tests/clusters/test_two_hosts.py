@@ -65,6 +65,78 @@ def test_two_hosts_end_where_one_machine_ends(network, address, unbroken):
     assert_same(the_snapshot(network), unbroken(4, 50))
 
 
+PODS = {
+    "TrainJob": {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "2",
+        "PET_NODE_RANK": "{number}",
+        "PET_MASTER_ADDR": "alpha",
+        "PET_MASTER_PORT": "29603",
+    },
+    "PyTorchJob": {
+        "RANK": "{number}",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "alpha",
+        "MASTER_PORT": "29603",
+    },
+    "indexed job": {"JOB_COMPLETION_INDEX": "{number}"},
+}
+
+
+@pytest.mark.parametrize("kind", PODS)
+def test_what_kubernetes_sets_is_enough(network, kind, unbroken):
+    """The commands of docs/clusters.md, with the variables of each kind of pod."""
+    page = (launch.ROOT / "docs" / "clusters.md").read_text()
+    (row,) = re.findall(rf"^\|.*{kind}.*$", page, re.MULTILINE)
+    command = re.search("`(torchrun .*?)`", row)[1].replace("ddp-0.ddp", "alpha")
+    command = command.replace("torchrun", f"{sys.executable} -m torch.distributed.run")
+    command = command.replace("=gpu", "=2").replace("multinode.py", launch.MULTINODE)
+    agents = []
+    for number, host in enumerate(network.hosts):
+        env = {name: value.format(number=number) for name, value in PODS[kind].items()}
+        agents.append(host.start(["bash", "-c", f"exec {command}"], **env))
+    finish(agents)
+    assert_same(the_snapshot(network), unbroken(4, 50))
+
+
+def test_the_check_reads_what_kubernetes_sets(network):
+    """`python check_cluster.py` in the pods of a TrainJob: one check of all, by torchrun."""
+    agents = [
+        host.start(
+            launch.python(launch.CHECK, "--max_mib=1"),
+            **{name: value.format(number=number) for name, value in PODS["TrainJob"].items()},
+        )
+        for number, host in enumerate(network.hosts)
+    ]
+    assert "OK: all-reduce gives the right sums between 4 processes" in "".join(finish(agents))
+
+
+def test_two_jobs_with_one_id_at_one_endpoint_are_told(network):
+    """They become one job, of which each machine was told something else."""
+    agents = [
+        host.start(launch.agent("alpha:29603", 20, 10, "--seed", number))
+        for number, host in enumerate(network.hosts)
+    ]
+    for agent in agents:
+        status, output = launch.finish(agent, 90)
+        assert status == 1 and "ERROR: seed: not the same on all machines" in output
+
+
+def test_two_jobs_with_one_snapshot_are_kept_apart(network, tmp_path):
+    """On a disk that both machines share: each job has it for both of its machines."""
+    path = tmp_path / "snapshot.pt"
+    alpha, beta = network.hosts
+    one = start([alpha, beta], "alpha:29603", 10**6, 1000, "--snapshot_path", path)
+    for agent in one:
+        launch.wait_for(agent, lambda output: "Epoch 3 |" in output)
+    two = start([beta, alpha], "beta:29604", 10**6, 1000, "--snapshot_path", path)
+    for agent in two:
+        status, output = launch.finish(agent, 150)
+        line = r"^ERROR: another job has /.*snapshot.pt \(process \d+ of (alpha|beta), since "
+        assert status == 1 and re.search(line, output, re.MULTILINE), output
+    assert all(agent.poll() is None for agent in one)
+
+
 def test_the_newest_snapshot_wins_when_the_hosts_change_their_order(network, unbroken):
     """Resumed with the newest snapshot on the other disk, an old one on the first, by name."""
     alpha, beta = network.hosts

@@ -17,9 +17,9 @@ PATH = ROOT / "docs" / "every-line.md"
 INTRODUCTION = """\
 # Every line, and what happens without it
 
-Is each line of the ladder needed? Each that a lesson adds was taken out, or replaced by what stood
-there one lesson before, and the script was run. The third column tells what went wrong: **in bold**
-the check that noticed, then what it saw. The last one, the seconds that this took. Imports,
+Is each line of the ladder needed? Each that a lesson adds was taken out, put back to the lesson
+before or given a wrong value, and the script was run. The third column tells what went wrong: **in
+bold** the check that noticed, then what it saw. The last one, the seconds that this took. Imports,
 docstrings and `print`s are left out, and so is the first line of a function that is new.
 
 A line that only names something for the next ones ends in an error there. No run needs a GPU: where

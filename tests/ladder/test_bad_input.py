@@ -70,7 +70,7 @@ def refusal(start, tmp_path, capsys):
     """Give `refusal(script, *args)`: the line with which the script ends, and writes nothing."""
 
     def files():
-        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("[!.]*")}
 
     def refusal(script, *args):
         before = files()
@@ -336,7 +336,7 @@ def test_nothing_to_train_on(tmp_path):
             assert status == {2}, output
             assert_told_once(output, line.format(2048 // nproc))
             assert "Traceback" not in output
-    assert not list(tmp_path.glob("*.pt*"))
+    assert not list(tmp_path.glob("[!.]*.pt*"))
 
 
 def test_multigpu_ends_as_its_processes_do(tmp_path):
@@ -347,7 +347,7 @@ def test_multigpu_ends_as_its_processes_do(tmp_path):
     output = launch.run(launch.python(own), status=2, **env)
     lines = [line for line in output.splitlines() if not line.startswith("Rank: ")]
     assert lines == ["ERROR: the dataset has 0 samples, nothing to train on"]
-    assert not list(tmp_path.glob("*.pt*")) and not os.listdir("temporary")
+    assert not list(tmp_path.glob("[!.]*.pt*")) and not os.listdir("temporary")
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,9 @@ def test_multigpu_ends_as_its_processes_do(tmp_path):
 def test_torchrun_is_not_for_every_script(script):
     """Processes that do not know of one another would write one file: none starts to train."""
     output = launch.run(launch.torchrun(script, 1), status=1)
-    assert_told_once(output, f"torchrun is not for this script: start it with: python {script}")
+    assert_told_once(
+        output, f"torchrun is not for this script: start it once, with: python {script}"
+    )
     assert "exitcode  : 2 " in output.partition("Root Cause")[2], output
     assert not list(Path().glob("*.pt*")) and "Rank: " not in output
 
@@ -371,7 +373,7 @@ def test_torchrun_with_one_process(start, capsys, monkeypatch, script, refused):
     with pytest.raises(SystemExit) as end:
         start(script)
     assert end.value.code == 2
-    line = f"ERROR: torchrun is not for this script: start it with: python {script}.py\n"
+    line = f"ERROR: torchrun is not for this script: start it once, with: python {script}.py\n"
     assert capsys.readouterr().err == line
 
 

@@ -240,7 +240,7 @@ def test_started_without_torchrun_says_how_to_start(script, given):
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = " ".join(name for name in names if name not in given)
     command = f"torchrun --standalone --nproc_per_node=gpu {script}"
-    assert output == f"ERROR: {missing} not set. Start with: {command} (no GPU: auto)\n"
+    assert output == f"ERROR: {missing} not set. Start with: {command} (no GPU: 2)\n"
 
 
 @pytest.mark.long

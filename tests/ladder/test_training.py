@@ -188,7 +188,7 @@ def test_one_rank_saves_every_tenth_epoch(script, output, folders):
     """A save is said once in the whole job, and one file is there in the end."""
     assert lines(SAVED, output(script)) == ["9", "19", "29", "39", "49"]
     name = "checkpoint.pt" if script in (SINGLE, MULTI) else "snapshot.pt"
-    assert [path.name for path in folders[script].rglob("*.pt*")] == [name]
+    assert [path.name for path in folders[script].rglob("[!.]*.pt*")] == [name]
 
 
 @pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, MULTINODE])

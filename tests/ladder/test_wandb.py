@@ -72,16 +72,16 @@ FOREVER = 100000
         pytest.param(
             launch.python(launch.SINGLE, FOREVER),
             signal.SIGTERM,
-            143,
+            {143},
             1,
             id="single",
             marks=pytest.mark.long,
         ),
-        pytest.param(launch.python(launch.MULTI, FOREVER), signal.SIGTERM, 143, 1, id="multi"),
+        pytest.param(launch.python(launch.MULTI, FOREVER), signal.SIGTERM, {143}, 1, id="multi"),
         pytest.param(
             launch.python(launch.MULTI, FOREVER),
             signal.SIGINT,
-            130,
+            {130},
             1,
             id="multi-SIGINT",
             marks=pytest.mark.long,
@@ -89,7 +89,7 @@ FOREVER = 100000
         pytest.param(
             launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER),
             signal.SIGTERM,
-            1,
+            launch.SIGNALLED,
             1,
             id="torchrun",
             marks=pytest.mark.long,
@@ -97,7 +97,7 @@ FOREVER = 100000
         pytest.param(
             launch.torchrun(launch.MULTINODE, FOREVER, FOREVER),
             signal.SIGTERM,
-            1,
+            launch.SIGNALLED,
             2,
             id="multinode",
             marks=pytest.mark.long,
@@ -110,7 +110,7 @@ def test_a_signal_finishes_the_run(tmp_path, command, number, status, ranks):
     launch.wait_for(job, lambda output: "[CPU0] Epoch 9 |" in output)
     job.send_signal(number)
     ended, output = launch.finish(job)
-    assert ended == status, output
+    assert ended in status, output
     assert launch.gone(launch.pids(output))
     assert_finished(tmp_path)
     runs = read_runs(tmp_path)
@@ -160,7 +160,7 @@ def test_nothing_of_wandb_without_the_flag(tmp_path):
     Path("driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
     output = launch.run(launch.python("driver.py", 1), **one_process())
     assert "wandb imported: False\n" in output
-    assert {path.name for path in tmp_path.iterdir()} == {
+    assert {path.name for path in tmp_path.glob("[!.]*")} == {
         "driver.py",
         "output-0.log",
         "checkpoint.pt",

@@ -8,14 +8,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launch import ROOT, in_processes, start, wait_for
+from launch import ROOT, in_processes, start_typed, wait_for
 from torch.distributed.constants import default_pg_timeout
 
 PAGE = ROOT / "docs" / "hangs.md"
@@ -41,9 +40,8 @@ def launch():
     def launch(command, **env):
         for name, code in PROGRAMS.items():
             Path(name).write_text(code)
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         command = "exec env " + command.replace(" --tee 3", "").replace("--standalone", OPTIONS)
-        processes.append(start(["bash", "-c", command], PATH=path, **env))
+        processes.append(start_typed(command, **env))
         return processes[-1]
 
     yield launch

@@ -4,14 +4,12 @@ import os
 import re
 import shutil
 import signal
-import sys
 import time
 from itertools import pairwise
-from pathlib import Path
 
 import lesson
 import pytest
-from launch import ROOT, alive, copy_scripts, finish, pids, start
+from launch import ROOT, alive, copy_scripts, finish, pids, start_typed
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,12 +29,6 @@ def on_the_cpu(text):
 def masked(text):
     """`text` without what differs from run to run: hosts, pids, losses."""
     return re.sub(r"(Host: |Pid: |Loss: )[\w.-]+", r"\1…", text)
-
-
-def start_typed(command, folder):
-    """Start `command` as a reader types it, in the activated environment."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return start(["bash", "-c", on_the_cpu(command)], folder, PATH=path)
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def test_every_command_prints_what_the_text_shows(project):
     waiting = None
     for _, command, lines in [("bash", script, shown), *on_each]:
         command = command.replace("ADDRESS", "localhost")
-        process = start_typed(command, project)
+        process = start_typed(on_the_cpu(command), project)
         if "--max-restarts" in command:
             output = kill_a_worker_and_see_it_resume(process)
         elif "--nnodes=2" in command and waiting is None:
@@ -114,7 +106,7 @@ def test_the_code_in_the_docs_prints_what_they_show(document, project):
         if language == "python":
             (project / "example.py").write_text(code)
             code = "python example.py"
-        status, output = finish(start_typed(code, project), 60)
+        status, output = finish(start_typed(on_the_cpu(code), project), 60)
         assert status == 0, output
         assert_shown(lines, output)
 

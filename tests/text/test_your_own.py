@@ -181,7 +181,7 @@ def test_the_page_lists_its_recipes():
 
 def test_a_dataset_of_files(tmp_path):
     """It trains as the toy does, under torchrun, in a folder that has what the page says."""
-    for name in ("plumbing.py", "datautils.py"):
+    for name in ("plumbing.py", "launchers.py", "datautils.py"):
         shutil.copy(ROOT / name, tmp_path)
     Path("points").mkdir()
     features, labels = MyTrainDataset(256)[:]

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 
 import launch
 import pytest
@@ -75,6 +76,8 @@ def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_p
         enough_cpus = (nproc or 1) <= len(os.sched_getaffinity(0))
         bind = ["--bind-cpus"] if enough_cpus else []
         output = launch.run(llm(tmp_path, *options, *bind, nproc=nproc, model=local / "gpt2"))
+        masks = re.findall(r"^Rank \d \| cpu \| Bound to CPUs (0x\w+), of ", output, re.MULTILINE)
+        assert len({*masks}) == (nproc or 1 if bind else 0), output
         assert f"x {66 // batch_size // (nproc or 1)} (accumulation)" in output
         folder = tmp_path / "outputs" / name
         sampler = StepSampler(133, batch_size, 66, seed=0)

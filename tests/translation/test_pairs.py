@@ -32,12 +32,13 @@ def test_files_of_pairs_are_read_alike():
 
     rows = [{"en": a, "it": b} for a, b in PAIRS]
     Path("p.tsv").write_text("en\tit\n" + "".join(f"{a}\t{b}\n" for a, b in PAIRS))
+    Path("excel.tsv").write_bytes(b"\xef\xbb\xbf" + Path("p.tsv").read_bytes())
     Path("p.jsonl").write_text("\n".join(map(json.dumps, rows + rows[:3])))
     Path("hub.json").write_text(
         "\n".join(json.dumps({"id": 1, "translation": row}) for row in rows)
     )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "p.parquet")
-    for name in "p.tsv", "p.jsonl", "hub.json", "p.parquet":
+    for name in "p.tsv", "excel.tsv", "p.jsonl", "hub.json", "p.parquet":
         assert read_pairs(name, "en", "it") == PAIRS
     assert read_pairs("p.tsv", "it", "en") == [(b, a) for a, b in PAIRS]
 
