@@ -114,7 +114,7 @@ def test_the_code_in_the_docs_prints_what_they_show(document, project):
 @pytest.mark.long
 def test_below_a_batch_of_16_the_rate_has_to_fall_with_it(project):
     """What step 2 says of small batches: 16 trains, 8 does not, and does with half the rate."""
-    assert "Below a global batch of 16 it must fall too, here to 0.025 for 8" in README
+    assert "Below a global batch of 16 it must fall too, in proportion (0.025 for 8)" in README
     script = (project / "single_gpu.py").read_text()
     (project / "slower.py").write_text(script.replace("lr=0.05", "lr=0.025"))
     first, last = {}, {}
