@@ -20,6 +20,7 @@ import argparse
 import importlib.util
 import math
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -128,6 +129,10 @@ def by_lightning(folder, batch_size, clock):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
+        def configure_gradient_clipping(self, optimizer, *args, **options):
+            # With mixed precision Lightning's own clipping refuses a fused optimizer.
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
         def on_train_batch_end(self, outputs, batch, index):
             if (index + 1) % ACCUMULATION == 0:
                 clock.step()
@@ -135,8 +140,7 @@ def by_lightning(folder, batch_size, clock):
     trainer = lightning.Trainer(
         max_steps=WARM_UP + BLOCK * BLOCKS,
         accumulate_grad_batches=ACCUMULATION,
-        gradient_clip_val=1.0,
-        precision="bf16-mixed" if torch.cuda.is_available() else "32-true",
+        precision="bf16-mixed",
         devices=1,
         logger=False,
         enable_checkpointing=False,
@@ -205,7 +209,11 @@ def main():
                 else:
                     child = ["--child", row, "--folder", name, "--rounds", BLOCKS]
                     command = [sys.executable, llm_speed.__file__, *child, "--size", "gpt2"]
-                for (label, accumulation), speed in run(command, CUDA_VISIBLE_DEVICES="0").items():
+                try:
+                    found = run(command, CUDA_VISIBLE_DEVICES="0")
+                except subprocess.CalledProcessError:
+                    sys.exit(f"{row} failed; what was measured until then stands above")
+                for (label, accumulation), speed in found.items():
                     if accumulation == ACCUMULATION:
                         speeds.setdefault(label, []).append(speed)
     medians = {name: statistics.median(found) for name, found in speeds.items()}
