@@ -29,9 +29,11 @@ ROUNDS, STEPS, WARM_UP = 9, 60, 60
 def build(folder):
     import train_translation
 
-    os.chdir(folder)
     with redirect_stdout(sys.stderr):
         args = train_translation.parse_args()
+        if os.path.exists(args.dataset):
+            args.dataset = os.path.abspath(args.dataset)
+        os.chdir(folder)
         args.log_freq, args.max_steps = 50, 1_000_000
         trainer = train_translation.build_trainer(args)
     if trainer.sampler.accumulation(0) > 1:

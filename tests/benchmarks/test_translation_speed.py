@@ -21,8 +21,10 @@ translation_speed.main()
 def test_the_benchmark_knows_the_translation(tmp_path, processes):
     (tmp_path / "driver.py").write_text(BENCHMARK.format(folder=str(launch.ROOT / "benchmarks")))
     command = launch.python if processes == 1 else launch.torchrun
-    sizes = ("--d-model", 16, "--layers", 1, "--heads", 2, "--d-ff", 32, "--batch-size", 8)
-    output = launch.run(command("driver.py", *sizes), 120)
+    pairs = [f"number {number}\tnumero {number}\n" for number in range(200)]
+    (tmp_path / "pairs.tsv").write_text("en\tit\n" + "".join(pairs))
+    options = "--dataset pairs.tsv --d-model 16 --layers 1 --heads 2 --d-ff 32 --batch-size 8"
+    output = launch.run(command("driver.py", *options.split()), 120)
     for name in "script", "bare":
         assert re.search(rf"^{name} +[\d,]+ target tokens/s a GPU \(", output, re.M), output
     assert re.search(r"^script : bare \d\.\d{3}$", output, re.M)
