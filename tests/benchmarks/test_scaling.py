@@ -87,8 +87,8 @@ def test_it_measures_predicts_and_draws(tmp_path):
     assert lost[-1] == pytest.approx(lost[-2] * math.sqrt(1024 / 128), rel=0.1)
 
 
-def as_predicted(hosts, *args, buckets="14", **env):
-    """Whether steps with so many buckets between the hosts are as long as predicted, within 5 %."""
+def not_as_predicted(hosts, *args, buckets, **env):
+    """Which steps with so many buckets are 5 % off the prediction, and what was printed."""
     agents = []
     for number, host in enumerate(hosts, 1):
         options = [f"--rdzv-conf=is_host={2 - number}", f"--local-addr=10.78.0.{number}"]
@@ -101,9 +101,18 @@ def as_predicted(hosts, *args, buckets="14", **env):
     assert [status for status, _ in ends] == [0, 0], output
     found = measured(output)
     assert len(found) == 4, output
-    for key, (together, predicted) in found.items():
-        close = predicted == pytest.approx(together, rel=0.05)
-        assert close or key[-1] not in buckets, f"{key}\n{output}"
+    counted = {key: pair for key, pair in found.items() if key[-1] in buckets}
+    wrong = [key for key, pair in counted.items() if pair[1] != pytest.approx(pair[0], rel=0.05)]
+    return wrong, output
+
+
+def assert_as_predicted(hosts, *args, buckets="14", **env):
+    """What else runs on this machine disturbs a measurement. A wrong model is wrong each time."""
+    for _ in range(3):
+        wrong, output = not_as_predicted(hosts, *args, buckets=buckets, **env)
+        if not wrong:
+            return
+    pytest.fail(f"{wrong}\n{output}")
 
 
 @pytest.mark.long
@@ -113,7 +122,7 @@ def test_two_hosts_with_little_bandwidth(tmp_path):
     with Network(tmp_path / "network") as network:
         for host in network.hosts:
             host.sh("tc qdisc add dev eth0 root tbf rate 400mbit burst 64kb latency 400ms")
-        as_predicted(network.hosts)
+        assert_as_predicted(network.hosts)
 
 
 @pytest.mark.long
@@ -130,7 +139,9 @@ def test_two_hosts_far_from_each_other(tmp_path):
             launch.wait_for(cable, lambda output: "plugged in" in output)
             for number, host in enumerate(network.hosts, 1):
                 host.sh(f"ip address add 10.78.0.{number}/24 dev slow0; ip link set slow0 up")
-            as_predicted(network.hosts, "--width", 16, buckets="1", GLOO_SOCKET_IFNAME="slow0")
+            assert_as_predicted(
+                network.hosts, "--width", 16, buckets="1", GLOO_SOCKET_IFNAME="slow0"
+            )
         finally:
             cable.kill()
             cable.wait()
