@@ -160,6 +160,17 @@ def one_row(name, folder):
     llm_speed.print_speed(where, clock.speeds, math.nan)
 
 
+def measure(row, folder) -> dict[str, float]:
+    """Tokens/s by label, of a process that makes this row."""
+    if row in NEEDS:
+        command = [sys.executable, __file__, "--row", row, "--folder", folder]
+    else:
+        child = ["--child", row, "--folder", folder, "--rounds", BLOCKS]
+        command = [sys.executable, llm_speed.__file__, *child, "--size", "gpt2"]
+    speeds = run(command, CUDA_VISIBLE_DEVICES="0").items()
+    return {label: speed for (label, batches), speed in speeds if batches == ACCUMULATION}
+
+
 def missing(name):
     """The packages of a row that are not installed."""
     return [each for each in NEEDS.get(name, ()) if importlib.util.find_spec(each) is None]
@@ -199,29 +210,27 @@ def main():
     for name in args.only:
         if name not in rows:
             print(f"{name:10} left out: not installed: {' '.join(missing(name))}", flush=True)
-    speeds = {}
+    speeds, failed = {}, set()
     with tempfile.TemporaryDirectory() as name:
         llm_speed.prepare(Path(name))
-        for _ in range(args.turns):
-            for row in rows:
-                if row in NEEDS:
-                    command = [sys.executable, __file__, "--row", row, "--folder", name]
-                else:
-                    child = ["--child", row, "--folder", name, "--rounds", BLOCKS]
-                    command = [sys.executable, llm_speed.__file__, *child, "--size", "gpt2"]
-                try:
-                    found = run(command, CUDA_VISIBLE_DEVICES="0")
-                except subprocess.CalledProcessError:
-                    sys.exit(f"{row} failed; what was measured until then stands above")
-                for (label, accumulation), speed in found.items():
-                    if accumulation == ACCUMULATION:
-                        speeds.setdefault(label, []).append(speed)
+        for row in args.turns * rows:
+            try:
+                found = measure(row, name)
+            except subprocess.CalledProcessError:
+                failed.add(row)
+                continue
+            for label, speed in found.items():
+                speeds.setdefault(label, []).append(speed)
     medians = {name: statistics.median(found) for name, found in speeds.items()}
     for name in sorted(medians, key=medians.get, reverse=True):
         times = f"  {medians['script'] / medians[name]:.2f}" if "script" in medians else ""
         print(f"{LABELS[name]:34} {medians[name]:9,.0f} tokens/s{times}")
     if args.picture:
         draw(args.picture, medians)
+    if failed:
+        sys.exit(
+            f"Failed, and is not in the medians: {', '.join(sorted(failed))}. Why stands above"
+        )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
 import llm_speed, peers
 llm_speed.SIZES, llm_speed.LENGTH = {{"gpt2": (1, 32, 2, 2)}}, 32
 peers.BLOCKS = 1
+if {fails!r} in sys.argv and "--child" in sys.argv:
+    sys.exit(3)
 if "--child" in sys.argv:
     llm_speed.main()
 else:
@@ -43,7 +45,7 @@ else:
 
 @pytest.mark.long
 def test_rows_are_compared_and_drawn(tmp_path):
-    (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT)))
+    (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="none"))
     options = ("--only", "script", "nano", "--turns", "1", "--picture", "peers.png")
     output = launch.run(launch.python("driver.py", *options), 120)
     last = re.findall(r"^(.+?) +([\d,]+) tokens/s  (\d\.\d\d)$", output, re.MULTILINE)
@@ -56,6 +58,16 @@ def test_rows_are_compared_and_drawn(tmp_path):
     script = re.findall(r"^script: gpt2, 1 GPU, accumulation 4 +([\d,]+) tokens/s", output, re.M)
     assert [float(script[0].replace(",", ""))] == [speeds["train_llm.py"]]
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.long
+def test_a_row_that_fails_costs_no_other(tmp_path):
+    (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="nano"))
+    options = ("--only", "nano", "script", "--turns", "1")
+    status, output = launch.finish(launch.start(launch.python("driver.py", *options)), 120)
+    assert status == 1
+    assert re.search(r"^train_llm.py +[\d,]+ tokens/s  1.00$", output, re.MULTILINE), output
+    assert "\nFailed, and is not in the medians: nano." in output
 
 
 @pytest.mark.long
