@@ -25,16 +25,9 @@ def make_parser(doc: str, **defaults: str) -> argparse.ArgumentParser:
 
     `defaults` is what --help shows for those of the options below that have others in the program.
     """
-    default = {
-        "batch_size": "8",
-        "num_epochs": "1",
-        "lr": "from the model's width, or 5e-5",
-        "dropout": "0; for pretrained weights the model's own",
-        "eval_freq": "250",
-        "ckpt_freq": "250",
-        "wandb_group": "rank 0 only",
-        **defaults,
-    }
+    default = {"batch_size": "8", "num_epochs": "1", "lr": "from the model's width, or 5e-5"}
+    default |= {"dropout": "0; for pretrained weights the model's own", "eval_freq": "250"}
+    default |= {"ckpt_freq": "250", "wandb_group": "rank 0 only"} | defaults
     layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(description=doc, epilog="(Defaults in parentheses.)", **layout)
     parser.error = plumbing.refuse_usage
