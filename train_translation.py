@@ -74,6 +74,11 @@ class TranslationTrainer(Trainer):
 
         # Its kernels are for large batches only: small ones would compile the model once more.
         config.triton.mix_order_reduction = False
+        # A pass is hundreds of short kernels, and a GPU would wait for the host to start each. A
+        # CUDA graph, one for each pair of lengths, starts them all at once; batches of similar
+        # lengths have few pairs, so there is nothing to warn of.
+        config.triton.cudagraphs = True
+        config.triton.cudagraph_dynamic_shape_warn_limit = None
         super()._compile()
 
     def _run_batch(self, model, batch, targets_in_step):
@@ -192,12 +197,11 @@ def load_train_objs(args, tokenizers):
 
 def prepare_dataloader(dataset, args, device):
     together = args.global_batch_size or args.batch_size * dist.get_world_size()
-    lengths = dataset.target_tokens
     return DataLoader(
         dataset,
         collate_fn=tuple,  # PairDataset hands out whole batches
         pin_memory=device.type not in ("cpu", "mps"),
-        batch_sampler=LengthSampler(lengths, args.batch_size, together, args.seed),
+        batch_sampler=LengthSampler(dataset.longer, args.batch_size, together, args.seed),
     )
 
 

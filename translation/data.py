@@ -84,6 +84,8 @@ class PairDataset(Dataset):
         )
         # What the loss of a pair is summed over: all tokens of the target but SOS.
         self.target_tokens = torch.from_numpy(self.targets.lengths[:-1] - 1)
+        # By this pairs are sorted: those of a batch then have similar sources *and* targets.
+        self.longer = self.target_tokens.maximum(torch.from_numpy(self.sources.lengths[:-1]))
 
     def __len__(self):
         return len(self.pairs)

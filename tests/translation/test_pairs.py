@@ -117,6 +117,9 @@ def test_batches_of_pairs():
     assert (labels[1] == PAD).all() and sources[1, :2].tolist() == [SOS, EOS]
     assert inputs.shape == labels.shape and sources.shape[1] % 8 == 0
     assert (labels != PAD).sum() == count
+    assert dataset.longer.tolist() == [
+        max(len(source.encode(a).ids) + 2, len(target.encode(b).ids) + 1) for a, b in PAIRS[:30]
+    ]
     short = PairDataset([*PAIRS[:30], ("a " * 400, "b")], source, target, 60)
     assert short.too_long == 1 and len(short) == 30
 
