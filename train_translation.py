@@ -74,12 +74,12 @@ class TranslationTrainer(Trainer):
 
         # Its kernels are for large batches only: small ones would compile the model once more.
         config.triton.mix_order_reduction = False
-        # A pass is hundreds of short kernels, and a GPU would wait for the host to start each. A
-        # CUDA graph, one for each pair of lengths, starts them all at once; batches of similar
-        # lengths have few pairs, so there is nothing to warn of.
-        config.triton.cudagraphs = True
-        config.triton.cudagraph_dynamic_shape_warn_limit = None
         super()._compile()
+        # A pass is hundreds of short kernels, and a GPU would wait for the host to start each. A
+        # CUDA graph, one for each pair of lengths, starts them all at once. (Not in pieces, where
+        # torch 2.11 crashes.) Batches of similar lengths have few pairs: nothing to warn of.
+        config.triton.cudagraphs = not torch._dynamo.config.optimize_ddp
+        config.triton.cudagraph_dynamic_shape_warn_limit = None
 
     def _run_batch(self, model, batch, targets_in_step):
         pin_memory = self.train_data.pin_memory

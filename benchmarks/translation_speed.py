@@ -60,9 +60,9 @@ def script(trainer, first, steps):
 def batches_of(trainer, first):
     """The batches of these steps as the script would make them, on the device."""
     dataset, sampler, found = trainer.train_data.dataset, trainer.sampler, []
-    for step in range(first, first + STEPS):
-        rows = sampler.samples(step)[dist.get_rank() :: dist.get_world_size()]
-        batch = [each.to(trainer.device) for each in dataset.__getitems__(rows.tolist())]
+    sampler.first_step = first
+    for step, rows in zip(range(first, first + STEPS), sampler, strict=False):
+        batch = [each.to(trainer.device) for each in dataset.__getitems__(rows)]
         found.append((batch, trainer._targets_in_step(step)))
     return found
 

@@ -135,9 +135,11 @@ class LengthSampler(StepSampler):
         """Shuffle; sort by length within pools of steps; shuffle the steps, the short one last."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(self.length, generator=generator)
+        pools = order.split(POOL * self.global_batch_size)
+        # The longest first: so the step that is left over, in batches that are filled up, is short.
+        by_length = [self.lengths[pool].argsort(stable=True, descending=True) for pool in pools]
+        order = torch.cat([pool[places] for pool, places in zip(pools, by_length, strict=True)])
         whole = self.length - self.length % self.global_batch_size
-        pools = order[:whole].split(POOL * self.global_batch_size)
-        by_length = [pool[self.lengths[pool].argsort(stable=True)] for pool in pools]
-        steps = torch.cat([*by_length, order[:0]]).view(-1, self.global_batch_size)
+        steps = order[:whole].view(-1, self.global_batch_size)
         steps = steps[torch.randperm(len(steps), generator=generator)]
         return torch.cat([steps.flatten(), order[whole:]])

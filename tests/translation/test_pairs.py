@@ -137,6 +137,7 @@ def test_steps_have_pairs_of_similar_lengths_and_all_of_them(monkeypatch):
         assert [len(step) for step in epoch] == [32] * 31 + [11]
         padding = [1 - lengths[step].float().mean() / lengths[step].max() for step in epoch[:-1]]
         assert sum(padding) / len(padding) < 0.05
+        assert lengths[epoch[-1]].max() == lengths.sort().values[10], "the step left over is short"
     assert [step.tolist() for step in first] != [step.tolist() for step in second]
     means = torch.tensor([lengths[step].float().mean() for step in first[:-1]])
     assert (means.diff() > 0).float().mean() < 0.8, "the short ones do not come first"
