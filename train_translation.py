@@ -99,10 +99,12 @@ class TranslationTrainer(Trainer):
 
     def _largest_batch(self, batch_size):
         dataset = self.train_data.dataset
-        longest = [int(dataset.target_tokens.argmax())] * batch_size
-        source, *target = dataset.__getitems__(longest)
-        # Longer than the target, or the compiled model would be one for pairs of equal length.
-        return F.pad(source, (0, 8), value=PAD), *target
+        batch = dataset.__getitems__([int(dataset.longer.argmax())] * batch_size)
+        length = max(each.shape[1] for each in batch)
+        # The source is made longer, or the compiled model would be one for pairs of equal length.
+        lengths = length + 8, length, length
+        pairs = zip(batch, lengths, strict=True)
+        return [F.pad(each, (0, wide - each.shape[1]), value=PAD) for each, wide in pairs]
 
     def _evaluate(self):
         """The loss on all pairs that are held out. And the first of them are translated, by all."""

@@ -19,7 +19,9 @@ POOL = 50  # steps whose pairs are sorted by length together
 
 
 def train_tokenizer(sentences: list[str], kind: str, vocab_size: int) -> Tokenizer:
-    """A tokenizer of these sentences: kind is bpe or word. It gives back what it was given."""
+    """A tokenizer of these sentences: kind is bpe or word.
+
+    Decoding gives back the text that was encoded, but for words that `word` has not seen."""
     special = {"special_tokens": SPECIAL, "vocab_size": vocab_size, "show_progress": False}
     if kind == "word":
         tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
@@ -111,8 +113,8 @@ class Sequences:
         return self.tokens[self.ends[i] - self.lengths[i] : self.ends[i]]
 
     def padded(self, indices, first=0, last=0) -> torch.Tensor:
-        """From `first` to `last`, counted from the end, of each sequence, with PAD behind it: as
-        (sequences, length), where length is a multiple of 8."""
+        """(sequences, length), where length is a multiple of 8: each without its first `first`
+        tokens and its last -`last`, with PAD behind it."""
         begins = self.ends[indices] - self.lengths[indices] + first
         ends = self.ends[indices] + last
         length = -(-(ends - begins).max() // 8) * 8
@@ -132,11 +134,12 @@ class LengthSampler(StepSampler):
         self.lengths = lengths
 
     def order_of(self, epoch):
-        """Shuffle; sort by length within pools of steps; shuffle the steps, the short one last."""
+        """Shuffle; sort by length within pools of steps; shuffle the steps. What is left over, for
+        a step of fewer pairs, comes last."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order = torch.randperm(self.length, generator=generator)
         pools = order.split(POOL * self.global_batch_size)
-        # The longest first: so the step that is left over, in batches that are filled up, is short.
+        # The longest first: so short pairs are left over. To fill up their batches costs little.
         by_length = [self.lengths[pool].argsort(stable=True, descending=True) for pool in pools]
         order = torch.cat([pool[places] for pool, places in zip(pools, by_length, strict=True)])
         whole = self.length - self.length % self.global_batch_size

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,6 +123,20 @@ def test_batches_of_pairs():
     ]
     short = PairDataset([*PAIRS[:30], ("a " * 400, "b")], source, target, 60)
     assert short.too_long == 1 and len(short) == 30
+
+
+def test_no_batch_takes_more_memory_than_the_largest():
+    """Nor is the model compiled for pairs of equal length."""
+    from train_translation import TranslationTrainer
+
+    pairs = [*PAIRS[:30], ("a " * 40, "b"), ("b", "a " * 47)]  # the longest of each are of two
+    tokenizers = [train_tokenizer([p[side] for p in PAIRS], "word", 999) for side in (0, 1)]
+    dataset = PairDataset(pairs, *tokenizers, 350)
+    trainer = SimpleNamespace(train_data=SimpleNamespace(dataset=dataset))
+    largest = TranslationTrainer._largest_batch(trainer, 32)
+    for batch in dataset.__getitems__(list(range(32))), dataset.__getitems__([31] * 32):
+        assert all(a.shape <= b.shape for a, b in zip(batch, largest, strict=True))
+    assert largest[0].shape[1] > largest[1].shape[1] == largest[2].shape[1]
 
 
 def test_steps_have_pairs_of_similar_lengths_and_all_of_them(monkeypatch):
