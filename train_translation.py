@@ -99,12 +99,10 @@ class TranslationTrainer(Trainer):
 
     def _largest_batch(self, batch_size):
         dataset = self.train_data.dataset
-        batch = dataset.__getitems__([int(dataset.longer.argmax())] * batch_size)
-        length = max(each.shape[1] for each in batch)
-        # The source is made longer, or the compiled model would be one for pairs of equal length.
-        lengths = length + 8, length, length
-        pairs = zip(batch, lengths, strict=True)
-        return [F.pad(each, (0, wide - each.shape[1]), value=PAD) for each, wide in pairs]
+        longest = dataset.__getitems__([int(dataset.longer.argmax())])
+        length = max(each.shape[1] for each in longest)
+        # The source is longer, or the compiled model would be one for pairs of equal length.
+        return [torch.full((batch_size, each), EOS) for each in (length + 8, length, length)]
 
     def _evaluate(self):
         """The loss on all pairs that are held out. And the first of them are translated, by all."""

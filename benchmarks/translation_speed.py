@@ -117,7 +117,7 @@ def main():
                 rounds = ", ".join(f"{each:,.0f}" for each in found)
                 print(f"{name:6} {statistics.median(found):9,.0f} target tokens/s a GPU ({rounds})")
             print(f"script : bare {ratio(speeds):.3f}")
-        del trainer
+        del trainer, model  # DDP has to go before the group that it talks through
         dist.destroy_process_group()
 
 

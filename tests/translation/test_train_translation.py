@@ -194,3 +194,20 @@ def test_translation_compiled_in_bfloat16_learns_what_the_cpu_learns(tmp_path):
     found, expected = (metrics(name, "train/loss") for name in ("weights", "cpu"))
     assert max(abs(found[step] / expected[step] - 1) for step in expected) < 0.05
     assert json.loads(Path("weights/best/sizes.json").read_text())["d_model"] == 32
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_cuda_graphs_of_a_whole_model_but_not_of_pieces(monkeypatch, machines):
+    """Those of pieces crashed on two GPUs; between machines the model is compiled in pieces."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    names = ("cudagraphs", "cudagraph_dynamic_shape_warn_limit", "mix_order_reduction")
+    before = {f"triton.{name}": getattr(inductor.triton, name) for name in names}
+    monkeypatch.setattr("training.trainer.all_count_machines", lambda: machines)
+    trainer = train_translation.TranslationTrainer.__new__(train_translation.TranslationTrainer)
+    trainer.model = torch.nn.Linear(1, 1)
+    with dynamo.patch(optimize_ddp=True), inductor.patch(before):  # which put all back at the end
+        trainer._compile()
+        assert dynamo.optimize_ddp == (machines > 1)
+        assert inductor.triton.cudagraphs == (machines == 1)
