@@ -1,9 +1,9 @@
-"""Look at a cluster before the job: who is there, can they talk, and how fast.
+r"""Look at a cluster before the job: who is there, can they talk, and how fast.
 
 On one machine:
   python check_cluster.py
 On several, run on each what the job will run, with `python check_cluster.py` for `torchrun`:
-  python check_cluster.py --nproc_per_node=gpu --nnodes=2 --rdzv-id=456 --rdzv-backend=c10d
+  python check_cluster.py --nproc_per_node=gpu --nnodes=2 --rdzv-id=456 --rdzv-backend=c10d \
   --rdzv-endpoint=ADDRESS:29603
 It first tries what torchrun would only wait for, and then starts itself on every GPU by torchrun.
 Started by torchrun or a file of slurm/ in place of the script, it does the second part only.

@@ -1,7 +1,7 @@
-"""Train on every GPU of several machines, which meet at a c10d rendezvous.
+r"""Train on every GPU of several machines, which meet at a c10d rendezvous.
 
 Run on each machine, with the address of one of them (IPv4, [IPv6] or name) as the endpoint:
-  torchrun --nproc_per_node=gpu --nnodes=2 --rdzv-id=456 --rdzv-backend=c10d
+  torchrun --nproc_per_node=gpu --nnodes=2 --rdzv-id=456 --rdzv-backend=c10d \
   --rdzv-endpoint=ADDRESS:29603 multinode.py --total_epochs 50 --save_every 10
 """
 

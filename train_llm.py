@@ -1,13 +1,13 @@
-"""Train a language model on every GPU of one or more machines: a real run, on llm/ and training/.
+r"""Train a language model on every GPU of one or more machines: a real run, on llm/ and training/.
 
 On any machine, offline, a small GPT that learns the text of Python's standard library:
   python train_llm.py
 Pre-train GPT-2 from fresh weights (several machines: with the options of multinode.py):
-  OMP_NUM_THREADS=1 torchrun --standalone --nnodes 1 --nproc-per-node gpu train_llm.py
-  --experiment-name gpt2-openwebtext-A100 --dataset-name Skylion007/openwebtext
+  OMP_NUM_THREADS=1 torchrun --standalone --nnodes 1 --nproc-per-node gpu train_llm.py \
+  --experiment-name gpt2-openwebtext-A100 --dataset-name Skylion007/openwebtext \
   --model-name openai-community/gpt2 --batch-size 64
 Fine-tune: the same with
-  --experiment-name gpt-neo-imdb-A100
+  --experiment-name gpt-neo-imdb-A100 \
   --model-name EleutherAI/gpt-neo-1.3B --dataset-name stanfordnlp/imdb --init pretrained
 
 A name is one of the Hugging Face hub, or local. A model: a folder, or a config.json. A dataset: a

@@ -1,9 +1,9 @@
-"""Train a Transformer that translates, on every GPU of one or more machines.
+r"""Train a Transformer that translates, on every GPU of one or more machines.
 
 On any machine, offline, from English to Italian, on sentences that a small grammar makes:
   python train_translation.py
 On two machines, with the address of one of them:
-  torchrun --nproc_per_node=2 --nnodes=2 --rdzv_id=456 --rdzv_backend=c10d
+  torchrun --nproc_per_node=2 --nnodes=2 --rdzv_id=456 --rdzv_backend=c10d \
   --rdzv_endpoint=HOST:48123 train_translation.py --batch_size 8 --model_folder weights
 With the best model that there is:
   python train_translation.py --translate "The girl sees the dog."

@@ -17,11 +17,12 @@ from wandb_files import QUIET, read_runs
 import train_llm
 from llm.model import load_tokenizer
 
+TEXT = " ".join(train_llm.__doc__.replace("\\\n", "").split())  # its commands in one line each
+
 
 def typed(start):
-    """A command of the script's docstring, that begins with `start`, in one line."""
-    text = " ".join(train_llm.__doc__.split())
-    (command,) = re.findall(rf"{start}.*?--batch-size 64", text)
+    """A command of the script's docstring, that begins with `start`."""
+    (command,) = re.findall(rf"{start}.*?--batch-size 64", TEXT)
     return command
 
 
@@ -81,7 +82,7 @@ def test_pretraining_command(local, tmp_path):
 @pytest.mark.long
 def test_finetuning_command(local, tmp_path):
     """The second named command starts from the weights in the folder and goes on from there."""
-    text = " ".join(train_llm.__doc__.split()).partition("Fine-tune: the same with ")[2]
+    text = TEXT.partition("Fine-tune: the same with ")[2]
     (options,) = re.findall(r"--experiment-name.* --init pretrained", text)
     options = options.replace("EleutherAI/gpt-neo-1.3B", str(local / "gpt-neo"))
     options = options.replace("stanfordnlp/imdb", str(local / "imdb.jsonl"))

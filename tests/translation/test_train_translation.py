@@ -171,7 +171,7 @@ def test_bad_input_of_translation_is_told_in_one_line(tmp_path, case):
 
 def test_the_commands_of_the_docstring():
     """Their options are understood."""
-    text = " ".join(train_translation.__doc__.split())
+    text = " ".join(train_translation.__doc__.replace("\\\n", "").split())
     commands = re.findall(r"(?:python|torchrun) .*?(?= (?:On two|With the|A dataset))", text)
     assert len(commands) == 3
     for command in commands:
