@@ -47,8 +47,7 @@ def train(path, folder, nproc, batch_size):
     place = folder / f"ranks{nproc}"
     args = ["--model", folder / "model", "--dataset", folder / "reviews.jsonl", "--epochs", 2]
     args += ["--output", "finetuned", "--batch_size", batch_size, "--lr", 0.01]
-    # The first time, a disk may take as long to bring transformers as all the rest.
-    done = looked_at(__file__, "training", path, place, *args, nproc=nproc, seconds=30)
+    done = looked_at(__file__, "training", path, place, *args, nproc=nproc)
     files = [place / f"rank{rank}" / "seen.pt" for rank in range(nproc)]
     seen = [torch.load(file, weights_only=True) for file in files if file.exists()]
     return what_went_wrong(*done), seen, re.findall(r"Loss: (\d+\.\d+)", done[1])
@@ -151,8 +150,7 @@ def look_at_training(path):
         seen["weights"] = {number: each.detach().clone() for number, each in enumerate(weights)}
 
     Model.forward = look
-    # To end the group while DDP is alive hangs now and then, and is not what the task asks about.
-    dist.destroy_process_group = lambda *_: None
+    dist.destroy_process_group = lambda group=None: None  # may hang while DDP lives: not asked here
     register_optimizer_step_post_hook(keep_weights)
     run(path)
     torch.save(seen, "seen.pt")

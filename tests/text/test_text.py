@@ -1,5 +1,6 @@
 """What the text says is run: its commands, the lines that it shows, its differences, its links."""
 
+import ast
 import os
 import re
 import shutil
@@ -137,6 +138,15 @@ def test_the_text_shows_the_whole_difference(old, new):
     shown = re.findall(rf'show\("{old}","{new}"((?:,"[\w.> ]+")+)\)', README)
     names = re.findall(r"[\w.]+", "".join(shown))
     assert sorted([*names, "imports"]) == sorted(lesson.changed(old, new))
+
+
+def test_commands_of_docstrings_can_be_pasted():
+    """A line that a command goes on in follows a backslash."""
+    docstrings = [ast.get_docstring(ast.parse(path.read_text())) for path in ROOT.glob("*.py")]
+    pairs = [pair for text in docstrings for pair in pairwise((text or "").splitlines())]
+    before = [first for first, second in pairs if second.startswith("  --")]
+    assert len(before) >= 6
+    assert all(first.endswith(("\\", "the same with")) for first in before), before
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
