@@ -15,12 +15,19 @@ def adamw(model, lr: float, weight_decay: float, betas: tuple[float, float]) -> 
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
+def make_gradients(optimizer: torch.optim.Optimizer):
+    """Gradients of zero, for passes to add to. Where there is none yet, the tensor that a pass made
+    becomes the gradient: if a CUDA graph made it, its next run would write over it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def make_optimizer_state(optimizer: torch.optim.Optimizer):
     """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
+    make_gradients(optimizer)
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from training.job import all_count_machines
 from training.memory import all_fit_batch_size, problem_with_gradients
 from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops
-from training.optimizer import make_optimizer_state
+from training.optimizer import make_gradients, make_optimizer_state
 from training.sampler import all_exit_on_remainder
 from training.signals import StopSignals
 from training.snapshots import Snapshots, all_compare, differences
@@ -84,6 +84,7 @@ class Trainer:
         self.model.register_comm_hook(self.stopwatch, sum_gradients)
         self._fit_batch_size()
         plumbing.all_fix_bucket_order(self.model)
+        make_gradients(optimizer)
         self.log = Log(snapshots.folder, self.steps_run, self.total_steps)
         if self.rank == 0:
             self._print_steps()
@@ -156,7 +157,6 @@ class Trainer:
 
         args.batch_size = self.sampler.batch_size = all_fit_batch_size(asked, try_pass)
         args.fits = True
-        self.optimizer.zero_grad(set_to_none=False)
         if args.batch_size < asked and self.rank == 0:
             sizes = f"--batch-size {args.batch_size} --global-batch-size {args.global_batch_size}"
             print(f"WARNING: {asked} sequences do not fit on a GPU. Going on with {sizes}")

@@ -100,6 +100,36 @@ def test_two_processes_and_accumulation_end_where_one_process_ends(tmp_path):
         torch.testing.assert_close(found[other][2], found["one"][2], rtol=0, atol=2e-3)
 
 
+# A CUDA graph writes its gradients to the same memory each time it runs. So do these hooks.
+LIKE_CUDA_GRAPHS = """
+import torch
+import train_translation
+
+class LikeCudaGraphs(train_translation.TranslationTrainer):
+    def _fit_batch_size(self):
+        for weight in self.model.parameters():
+            def hook(gradient, memory=torch.empty_like(weight)):
+                return memory.copy_(gradient).detach()
+            weight.register_hook(hook)
+        super()._fit_batch_size()
+
+train_translation.TranslationTrainer = LikeCudaGraphs
+train_translation.main(train_translation.parse_args())
+"""
+
+
+@pytest.mark.long
+def test_gradients_add_up_where_each_pass_overwrites_those_of_the_last(tmp_path):
+    Path("like_cuda_graphs.py").write_text(LIKE_CUDA_GRAPHS)
+    options = ("--batch-size", 4, "--global-batch-size", 16, "--max-steps", 3, "--eval-freq", 9)
+    command = translation(*options, "--model-folder", "usual")
+    launch.run(command)
+    command[command.index(SCRIPT)] = "like_cuda_graphs.py"
+    command[command.index("usual")] = "graphs"
+    launch.run(command, PYTHONPATH=launch.ROOT)
+    torch.testing.assert_close(newest("graphs"), newest("usual"), rtol=0, atol=0)
+
+
 @pytest.mark.long
 def test_stopped_in_mid_epoch_it_ends_as_an_unbroken_run(tmp_path):
     """SIGTERM to two ranks; the same command goes on, and ends with the same bits."""
@@ -184,10 +214,13 @@ def test_the_commands_of_the_docstring():
 
 @pytest.mark.long
 @pytest.mark.gpu(1)
-def test_translation_compiled_in_bfloat16_learns_what_the_cpu_learns(tmp_path):
-    """On a GPU: compiled for all lengths, in bfloat16, each loss near that of the CPU."""
+@pytest.mark.parametrize("batch_size", [16, 4])
+def test_translation_compiled_in_bfloat16_learns_what_the_cpu_learns(tmp_path, batch_size):
+    """On a GPU: compiled for all lengths, in bfloat16, each loss near that of the CPU. And so if
+    four batches add their gradients up."""
     # Without --layers a GPU would have the 6 of the large preset.
-    options = ("--layers", 2, "--dropout", 0, "--max-steps", 30, "--batch-size", 16)
+    options = ("--layers", 2, "--dropout", 0, "--max-steps", 30, "--batch-size", batch_size)
+    options += ("--global-batch-size", 16)
     output = launch.run(translation(*options), 300)
     assert re.search("dtype bfloat16, compile True", output)
     launch.run(translation(*options, "--model-folder", "cpu"), CUDA_VISIBLE_DEVICES="")
