@@ -137,12 +137,13 @@ class LengthSampler(StepSampler):
         """Shuffle; sort by length within pools of steps; shuffle the steps. What is left over, for
         a step of fewer pairs, comes last."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(self.length, generator=generator)
-        pools = order.split(POOL * self.global_batch_size)
-        # The longest first: so short pairs are left over. To fill up their batches costs little.
-        by_length = [self.lengths[pool].argsort(stable=True, descending=True) for pool in pools]
-        order = torch.cat([pool[places] for pool, places in zip(pools, by_length, strict=True)])
-        whole = self.length - self.length % self.global_batch_size
-        steps = order[:whole].view(-1, self.global_batch_size)
+        order, size = torch.randperm(self.length, generator=generator), self.global_batch_size
+        pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size)]
+        # Any place but a fixed one: if each epoch ended with short pairs, so would what it learns.
+        left = self.length % size
+        begin = size * int(torch.randint(len(pools[-1]) // size + 1, (), generator=generator))
+        pools[-1] = pools[-1].roll(-begin - left)
+        order = torch.cat(pools)
+        steps = order[: self.length - left].view(-1, size)
         steps = steps[torch.randperm(len(steps), generator=generator)]
-        return torch.cat([steps.flatten(), order[whole:]])
+        return torch.cat([steps.flatten(), order[self.length - left :]])

@@ -150,9 +150,8 @@ def test_steps_have_pairs_of_similar_lengths_and_all_of_them(monkeypatch):
     for epoch in first, second:
         assert torch.cat(epoch).sort().values.tolist() == list(range(1003))
         assert [len(step) for step in epoch] == [32] * 31 + [11]
-        padding = [1 - lengths[step].float().mean() / lengths[step].max() for step in epoch[:-1]]
+        padding = [1 - lengths[step].float().mean() / lengths[step].max() for step in epoch]
         assert sum(padding) / len(padding) < 0.05
-        assert lengths[epoch[-1]].max() == lengths.sort().values[10], "the step left over is short"
     assert [step.tolist() for step in first] != [step.tolist() for step in second]
     means = torch.tensor([lengths[step].float().mean() for step in first[:-1]])
     assert (means.diff() > 0).float().mean() < 0.8, "the short ones do not come first"
@@ -162,6 +161,20 @@ def test_steps_have_pairs_of_similar_lengths_and_all_of_them(monkeypatch):
         assert [other.samples(step).tolist() for step in range(5)] == [
             s.tolist() for s in steps[:5]
         ]
+
+
+@pytest.mark.parametrize("global_batch_size", [8, 32])
+def test_the_last_step_is_like_the_others(monkeypatch, global_batch_size):
+    """What is left over, for a smaller step, is as similar as in others, and of any length."""
+    lengths = torch.randint(3, 60, (1003,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    sampler = LengthSampler(lengths, 8, global_batch_size, seed=0)
+    means = []
+    for epoch in range(30):
+        steps = lengths[sampler.order_of(epoch)].split(global_batch_size)
+        assert max(step.max() - step.min() for step in steps) <= 6
+        means.append(steps[-1].float().mean())
+    assert min(means) < 15 and max(means) > 45
 
 
 def test_scores_of_all_sentences_together():
