@@ -57,8 +57,7 @@ class Trainer:
         self.device = device
         self.args = args
         self.identity = identity | {"optimizer": type(optimizer).__name__}
-        self.steps_run = 0
-        self.steps_evaluated = 0
+        self.steps_run = self.steps_evaluated = 0
         self.best_loss = math.inf
         self.losses, self.norms, self.targets = [], [], 0  # since the last report
         self.stopwatch = Stopwatch(device)
