@@ -139,11 +139,13 @@ class LengthSampler(StepSampler):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order, size = torch.randperm(self.length, generator=generator), self.global_batch_size
         pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size)]
-        # Any place but a fixed one: if each epoch ended with short pairs, so would what it learns.
-        left = self.length % size
-        begin = size * int(torch.randint(len(pools[-1]) // size + 1, (), generator=generator))
-        pools[-1] = pools[-1].roll(-begin - left)
-        order = torch.cat(pools)
-        steps = order[: self.length - left].view(-1, size)
-        steps = steps[torch.randperm(len(steps), generator=generator)]
-        return torch.cat([steps.flatten(), order[self.length - left :]])
+        # What is left over comes from a random place of the last pool. A model whose epochs all end
+        # with the shortest pairs learns less.
+        sizes = [size] * (self.length // size)
+        first_of_last_pool = POOL * (len(pools) - 1)
+        place = torch.randint(first_of_last_pool, len(sizes) + 1, (), generator=generator)
+        sizes.insert(place, self.length % size)
+        steps = list(torch.cat(pools).split(sizes))
+        left_over = steps.pop(place)
+        shuffled = torch.randperm(len(steps), generator=generator)
+        return torch.cat([*(steps[step] for step in shuffled), left_over])
