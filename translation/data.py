@@ -139,8 +139,8 @@ class LengthSampler(StepSampler):
         generator = torch.Generator().manual_seed(self.seed + epoch)
         order, size = torch.randperm(self.length, generator=generator), self.global_batch_size
         pools = [pool[self.lengths[pool].argsort(stable=True)] for pool in order.split(POOL * size)]
-        # What is left over comes from a random place of the last pool: a run whose epochs ended with
-        # the shortest pairs was behind at each evaluation (docs/translation.md).
+        # What is left over comes from a random place of the last pool: a run whose epochs ended
+        # with the shortest pairs was behind at each evaluation (docs/translation.md).
         sizes = [size] * (self.length // size)
         first_of_last_pool = POOL * (len(pools) - 1)
         place = torch.randint(first_of_last_pool, len(sizes) + 1, (), generator=generator)
