@@ -20,30 +20,37 @@ def largest_divisor(number: int) -> int:
     return max(divisor for divisor in range(1, number) if number % divisor == 0)
 
 
-def all_fit_batch_size(asked: int, try_pass: Callable[[int], None]) -> int:
-    """Divide a batch size until try_pass(batch_size) has enough memory on all ranks; return it."""
-    size = asked
-    while True:
-        fits = torch.tensor(1)
-        # To compile takes a minute, so only the first try does. The others need more memory: what
-        # fits there will fit when it is compiled.
-        stance = "default" if size == asked else "force_eager"
-        try:
-            with torch.compiler.set_stance(stance):
-                try_pass(size)
-        except torch.OutOfMemoryError:
-            if size == 1:
-                raise
-            fits = torch.tensor(0)
-        dist.all_reduce(fits, dist.ReduceOp.MIN)
-        if fits:
-            break
-        torch._dynamo.reset()  # what was compiled for batches of that size is of no use now,
-        torch.cuda.empty_cache()  # nor is the memory that was kept for them
-        size = largest_divisor(size)
-    if size < asked and torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()  # of what did not fit
+def all_fit_batch_size(asked: int, try_pass: Callable[[int], None], eager_first: bool) -> int:
+    """Divide a batch size until try_pass(batch_size) has enough memory on all ranks; return it.
+
+    `eager_first`: the model is compiled for all sizes at once. If that were done with a batch too
+    large for the GPU, the kernels would count in 64 bits, and smaller batches get the same kernels,
+    from a cache on the disk even in later runs: one made half the tokens per second.
+    """
+    # To compile takes a minute, but an eager pass needs more memory than a compiled one.
+    size, stances = asked, ["force_eager", "default"] if eager_first else ["default"]
+    while not all(all_have_memory(size, try_pass, stance) for stance in stances):
+        size, stances = largest_divisor(size), ["force_eager", "default"]
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of what was only tried
     return size
+
+
+def all_have_memory(size: int, try_pass: Callable[[int], None], stance: str) -> bool:
+    """Whether try_pass(size) has it: "force_eager", or "default", compiled if the model is."""
+    fits = torch.tensor(1)
+    try:
+        with torch.compiler.set_stance(stance):
+            try_pass(size)
+    except torch.OutOfMemoryError:
+        if size == 1:
+            raise
+        fits = torch.tensor(0)
+    dist.all_reduce(fits, dist.ReduceOp.MIN)
+    if not fits:
+        torch._dynamo.reset()  # what was compiled for batches of that size is of no use now
+    torch.cuda.empty_cache()  # PyTorch keeps what it has used, but CUDA graphs need their own
+    return bool(fits)
 
 
 def problem_with_gradients(norms: list[torch.Tensor], last_step: int, snapshots) -> str | None:

@@ -154,8 +154,9 @@ class Trainer:
             with self.model.no_sync():
                 self._run_batch(self.model, self._largest_batch(batch_size), 1)
 
-        args.batch_size = self.sampler.batch_size = all_fit_batch_size(asked, try_pass)
-        args.fits = True
+        eager_first = args.compile and self.dynamic
+        args.batch_size = all_fit_batch_size(asked, try_pass, eager_first)
+        self.sampler.batch_size, args.fits = args.batch_size, True
         if args.batch_size < asked and self.rank == 0:
             sizes = f"--batch-size {args.batch_size} --global-batch-size {args.global_batch_size}"
             print(f"WARNING: {asked} sequences do not fit on a GPU. Going on with {sizes}")

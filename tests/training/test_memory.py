@@ -5,8 +5,11 @@ import re
 import launch
 import pytest
 import torch
+import torch.distributed as dist
 from launch import LLM
 from llm_runs import LONG, llm, metrics, newest
+
+from training.memory import all_fit_batch_size
 
 OUT_OF_MEMORY = """
 import sys
@@ -31,6 +34,42 @@ def fail(trainer, model, batch, targets_in_step):
 train_llm.LanguageModelTrainer._run_batch = fail
 train_llm.main(train_llm.parse_args())
 """
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "eager_first, tries",
+    [
+        # What compiles for one size: at once, if it may need less memory so.
+        (False, ["12 compiled", "6 eager", "6 compiled", "3 eager", "3 compiled"]),
+        # What compiles for all sizes: never for one that does not fit anyway.
+        (True, ["12 eager", "6 eager", "6 compiled", "3 eager", "3 compiled"]),
+    ],
+)
+def test_batch_fits_if_it_does_eager_and_compiled(alone, eager_first, tries):
+    """Of 12 sequences neither pass fits, and of 6 the compiled one, with its CUDA graphs, does
+    not. Of 3 both do."""
+    found = []
+
+    @torch.compile(backend="eager", dynamic=True)
+    def is_compiled(batch):
+        return batch + torch.compiler.is_compiling()
+
+    def try_pass(size):
+        compiled = bool(is_compiled(torch.zeros(size))[0])
+        found.append(f"{size} {'compiled' if compiled else 'eager'}")
+        if size == 12 or (size == 6 and compiled):
+            raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB")
+
+    assert all_fit_batch_size(12, try_pass, eager_first) == 3
+    assert found == tries
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import pytest
@@ -244,3 +245,21 @@ def test_cuda_graphs_of_a_whole_model_but_not_of_pieces(monkeypatch, machines):
         trainer._compile()
         assert dynamo.optimize_ddp == (machines > 1)
         assert inductor.triton.cudagraphs == (machines == 1)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_batch_is_tried_before_it_is_compiled(monkeypatch, compiled):
+    """Smaller ones would get the slow kernels of one that is too large. And without --compile one
+    pass is enough."""
+    found = []
+
+    def fit(asked, try_pass, eager_first):
+        found.append(eager_first)
+        return asked
+
+    monkeypatch.setattr("training.trainer.all_fit_batch_size", fit)
+    trainer = train_translation.TranslationTrainer.__new__(train_translation.TranslationTrainer)
+    trainer.args = SimpleNamespace(batch_size=6, compile=compiled)
+    trainer.sampler = SimpleNamespace()
+    trainer._fit_batch_size()
+    assert found == [compiled]
