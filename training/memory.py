@@ -23,9 +23,9 @@ def largest_divisor(number: int) -> int:
 def all_fit_batch_size(asked: int, try_pass: Callable[[int], None], eager_first: bool) -> int:
     """Divide a batch size until try_pass(batch_size) has enough memory on all ranks; return it.
 
-    `eager_first`: the model is compiled for all sizes at once. If that were done with a batch too
-    large for the GPU, the kernels would count in 64 bits, and smaller batches get the same kernels,
-    from a cache on the disk even in later runs: one made half the tokens per second.
+    `eager_first`: the model is compiled for all sizes at once. For a batch far too large, with
+    tensors of more than 2³¹ elements, the kernels would count in 64 bits. Smaller batches would get
+    the same ones, from a cache on the disk even in later runs: one made half the tokens per second.
     """
     # To compile takes a minute, but an eager pass needs more memory than a compiled one.
     size, stances = asked, ["force_eager", "default"] if eager_first else ["default"]

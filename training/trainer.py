@@ -135,8 +135,9 @@ class Trainer:
         if changed := differences(before, now):
             step, schedule = self.steps_run, ("lr", "warm-up steps", "steps")
             rates = [learning_rate(step, *map(each.get, schedule)) for each in (before, now)]
-            rates = "the next step has LR {1:.2e} and not {0:.2e}".format(*rates)
-            print(f"Not as in the snapshot: {changed}; {rates}. For a run of its own: {another}")
+            if rates[0] != rates[1]:
+                changed += "; the next step has LR {1:.2e} and not {0:.2e}".format(*rates)
+            print(f"Not as in the snapshot: {changed}. For a run of its own: {another}")
 
     def _compile(self):
         # Between machines gradients travel slowly. So there the model is compiled in pieces, one
@@ -154,8 +155,7 @@ class Trainer:
             with self.model.no_sync():
                 self._run_batch(self.model, self._largest_batch(batch_size), 1)
 
-        eager_first = args.compile and self.dynamic
-        args.batch_size = all_fit_batch_size(asked, try_pass, eager_first)
+        args.batch_size = all_fit_batch_size(asked, try_pass, args.compile and self.dynamic)
         self.sampler.batch_size, args.fits = args.batch_size, True
         if args.batch_size < asked and self.rank == 0:
             sizes = f"--batch-size {args.batch_size} --global-batch-size {args.global_batch_size}"

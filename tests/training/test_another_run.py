@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import launch
 import pytest
@@ -12,6 +13,7 @@ from llm_runs import llm, metrics
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from training.snapshots import differences, misfit
+from training.trainer import Trainer
 
 FIRST = ("--batch-size", 4, "--max-steps", 4, "--log-freq", 1)
 
@@ -52,6 +54,16 @@ def test_a_longer_run_is_told_what_becomes_of_its_learning_rate(local, tmp_path,
     assert metrics("outputs/default", "train/lr")[5] == pytest.approx(float(now), rel=1e-2)
     assert float(before.rstrip(".")) < float(now)
     assert "choose another --experiment-name" in line
+
+
+def test_what_leaves_the_learning_rate_as_it_is_does_not_name_it(capsys):
+    there = {"lr": 1e-3, "warm-up steps": 1, "steps": 4, "processes": 2}
+    here = there | {"processes": 1}
+    snapshots = SimpleNamespace(another="another name")
+    trainer = SimpleNamespace(steps_run=2, snapshots=snapshots, _settings=lambda: here)
+    Trainer._print_changes(trainer, {"settings": there})
+    told = "processes is 2 there, 1 here. For a run of its own: another name"
+    assert capsys.readouterr().out == f"Not as in the snapshot: {told}\n"
 
 
 REFUSED = {
