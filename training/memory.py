@@ -30,7 +30,8 @@ def all_fit_batch_size(asked: int, try_pass: Callable[[int], None], eager_first:
     # To compile takes a minute, but an eager pass needs more memory than a compiled one.
     size, stances = asked, ["force_eager", "default"] if eager_first else ["default"]
     while not all(all_have_memory(size, try_pass, stance) for stance in stances):
-        size, stances = largest_divisor(size), ["force_eager", "default"]
+        size = largest_divisor(size)
+        stances = ["force_eager", "default"] if size > 1 else ["default"]  # 1 is the last try
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of what was only tried
     return size
