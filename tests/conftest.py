@@ -4,6 +4,7 @@ from functools import cache
 import launch
 import pytest
 import torch
+import torch.distributed as dist
 
 LEFT_OUT = pytest.StashKey[int]()
 
@@ -52,6 +53,16 @@ def unbroken(tmp_path_factory):
         return folder / "snapshot.pt"
 
     return unbroken
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A job of this process alone."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

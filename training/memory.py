@@ -27,31 +27,32 @@ def all_fit_batch_size(asked: int, try_pass: Callable[[int], None], eager_first:
     tensors of more than 2³¹ elements, the kernels would count in 64 bits. Smaller batches would get
     the same ones, from a cache on the disk even in later runs: one made half the tokens per second.
     """
-    # To compile takes a minute, but an eager pass needs more memory than a compiled one.
-    size, stances = asked, ["force_eager", "default"] if eager_first else ["default"]
-    while not all(all_have_memory(size, try_pass, stance) for stance in stances):
-        size = largest_divisor(size)
-        stances = ["force_eager", "default"] if size > 1 else ["default"]  # 1 is the last try
+    size = asked
+    while not all_have_memory(size, try_pass, eager_first and size > 1):
+        # An eager pass needs more memory, but to compile takes a minute. So it tries out the rest.
+        size, eager_first = largest_divisor(size), True
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()  # of what was only tried
     return size
 
 
-def all_have_memory(size: int, try_pass: Callable[[int], None], stance: str) -> bool:
-    """Whether try_pass(size) has it: "force_eager", or "default", compiled if the model is."""
-    fits = torch.tensor(1)
-    try:
-        with torch.compiler.set_stance(stance):
-            try_pass(size)
-    except torch.OutOfMemoryError:
-        if size == 1:
-            raise
-        fits = torch.tensor(0)
-    dist.all_reduce(fits, dist.ReduceOp.MIN)
-    if not fits:
-        torch._dynamo.reset()  # what was compiled for batches of that size is of no use now
-    torch.cuda.empty_cache()  # PyTorch keeps what it has used, but CUDA graphs need their own
-    return bool(fits)
+def all_have_memory(size: int, try_pass: Callable[[int], None], eager_first: bool) -> bool:
+    """Whether try_pass(size) has it on all ranks, as it is trained: compiled, if the model is."""
+    for stance in ("force_eager", "default") if eager_first else ("default",):
+        torch.cuda.empty_cache()  # the last try's, which CUDA graphs cannot use
+        fits = torch.tensor(1)
+        try:
+            with torch.compiler.set_stance(stance):
+                try_pass(size)
+        except torch.OutOfMemoryError:
+            if size == 1:
+                raise
+            fits = torch.tensor(0)
+        dist.all_reduce(fits, dist.ReduceOp.MIN)
+        if not fits:
+            torch._dynamo.reset()  # what was compiled for batches of that size is of no use now
+            return False
+    return True
 
 
 def problem_with_gradients(norms: list[torch.Tensor], last_step: int, snapshots) -> str | None:

@@ -133,10 +133,10 @@ class Trainer:
             return
         before, now, another = about["settings"], self._settings(), self.snapshots.another
         if changed := differences(before, now):
-            step, schedule = self.steps_run, ("lr", "warm-up steps", "steps")
-            rates = [learning_rate(step, *map(each.get, schedule)) for each in (before, now)]
+            step, names = self.steps_run, ("lr", "warm-up steps", "steps")
+            rates = [f"{learning_rate(step, *map(run.get, names)):.2e}" for run in (before, now)]
             if rates[0] != rates[1]:
-                changed += "; the next step has LR {1:.2e} and not {0:.2e}".format(*rates)
+                changed += "; the next step has LR {1} and not {0}".format(*rates)
             print(f"Not as in the snapshot: {changed}. For a run of its own: {another}")
 
     def _compile(self):

@@ -15,22 +15,13 @@ import launch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import llm.data
 import llm.model
 from llm.data import all_load_datasets, batches, cut_documents
 from llm.model import load_tokenizer
 
-
-@pytest.fixture(autouse=True)
-def group(monkeypatch):
-    """A job of this process alone."""
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def load(name, **options):

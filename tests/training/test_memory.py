@@ -5,7 +5,6 @@ import re
 import launch
 import pytest
 import torch
-import torch.distributed as dist
 from launch import LLM
 from llm_runs import LONG, llm, metrics, newest
 
@@ -36,14 +35,6 @@ train_llm.main(train_llm.parse_args())
 """
 
 
-@pytest.fixture
-def alone():
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "asked, eager_first, tries",
     [
@@ -53,6 +44,7 @@ def alone():
         (12, True, ["12 eager", "6 eager", "6 compiled", "3 eager", "3 compiled"]),
         # After 1 there is nothing to try, so what counts is the compiled pass.
         (5, False, ["5 compiled", "1 compiled"]),
+        (1, True, ["1 compiled"]),
     ],
 )
 def test_batch_fits_if_it_does_eager_and_compiled(alone, asked, eager_first, tries):
