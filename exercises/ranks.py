@@ -12,8 +12,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LATE = "still running"  # in place of the exit status of a process that was ended at the limit
+IDLE = 0.02  # seconds of processor time: less than that in `still` seconds is a job that waits
 
-# Processes start from one that has imported torch and what optimizers import: not in 3 s, but 0.1.
+# Ranks are forked from a process that has imported torch and what optimizers import. That takes
+# 0.1 s, where a new Python needs 3 s.
 multiprocessing.set_forkserver_preload(["torch._dynamo"])
 
 
@@ -30,38 +32,36 @@ def alone(rank=0, world_size=1, port=None):
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)} | sizes | address
 
 
-def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, last=(), **env):
+def quickly(
+    script, *args, nproc=1, cwd=".", seconds=60, still=None, largest_file=None, last=(), **env
+):
     """Run `nproc` ranks of a ladder script (or a copy) without a launcher, from a process that has
     imported torch already. Return (set of exit statuses, output).
 
+    After `seconds`, or when the job has used no processor for `still` seconds, all ranks are ended.
     No file may become larger than `largest_file` bytes: to a process, as if the disk were full.
     The last rank has the arguments `last` besides.
     """
-    where = {"cwd": os.path.abspath(cwd), "largest_file": largest_file}
     Path(cwd).mkdir(exist_ok=True)
     log = Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log"
-    context = multiprocessing.get_context("forkserver")
+    where = {"cwd": os.path.abspath(cwd), "log": log.name, "largest_file": largest_file}
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
         ranks = [
-            context.Process(
-                target=_run_rank,
-                args=(
-                    script,
-                    [*map(str, args), *map(str, last if rank == nproc - 1 else ())],
-                    alone(rank, nproc, port) | env,
-                    folder,
-                ),
-                kwargs=where | {"log": log.name},
+            process_of(
+                _run_rank,
+                script,
+                [*map(str, args), *map(str, last if rank == nproc - 1 else ())],
+                alone(rank, nproc, port) | env,
+                folder,
+                **where,
             )
             for rank in range(nproc)
         ]
         try:
             for process in ranks:
                 process.start()
-            limit = time.monotonic() + seconds
-            for process in ranks:
-                process.join(max(0, limit - time.monotonic()))
+            _wait(ranks, seconds, still)
         finally:
             late = [process for process in ranks if process.is_alive()]
             for process in late:
@@ -69,6 +69,33 @@ def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, last
                 process.join()
     statuses = {LATE if process in late else process.exitcode for process in ranks}
     return statuses, log.read_text() if log.exists() else ""
+
+
+def process_of(function, *args, **options):
+    """A process that will call the function, forked from one that has imported torch already."""
+    context = multiprocessing.get_context("forkserver")
+    return context.Process(target=function, args=args, kwargs=options)
+
+
+def _wait(processes, seconds, still):
+    """Wait until all have ended, or `seconds` are over, or for `still` seconds none has computed."""
+    limit, used, since = time.monotonic() + seconds, 0.0, time.monotonic()
+    while any(process.is_alive() for process in processes) and time.monotonic() < limit:
+        now = sum(processor_time(process.pid) for process in processes)
+        if abs(now - used) > IDLE:  # less, where one of them has ended
+            used, since = now, time.monotonic()
+        if still and used and time.monotonic() - since > still:
+            return
+        next(process for process in processes if process.is_alive()).join(0.1)
+
+
+def processor_time(pid: int) -> float:
+    """The seconds that a process has computed, or 0 where the system has no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def on_the_cpu():
@@ -84,13 +111,18 @@ def on_the_cpu():
     launchers.stay_on_this_machine()
 
 
-def _run_rank(script, args, env, folder, cwd, log, largest_file):
-    sys.path.insert(0, str(ROOT))
-    on_the_cpu()
+def enter(cwd, log):
+    """Let this process work in the folder `cwd`, and print to the end of a file there."""
     os.chdir(cwd)
     file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
+
+
+def _run_rank(script, args, env, folder, cwd, log, largest_file):
+    sys.path.insert(0, str(ROOT))
+    on_the_cpu()
+    enter(cwd, log)
     if largest_file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     sys.argv = [script, *args]

@@ -1,7 +1,9 @@
 """How the tests start the scripts: as a reader does, with a time limit, leaving nothing behind."""
 
+import multiprocessing
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -15,9 +17,11 @@ import torch
 import torch.multiprocessing as mp
 
 from exercises import exercise, ranks
-from exercises.ranks import ROOT, on_the_cpu
+from exercises.ranks import ROOT, enter, on_the_cpu, process_of
 from exercises.ranks import alone as alone
 from exercises.ranks import free_port as free_port
+
+multiprocessing.set_forkserver_preload(["torch._dynamo", "preloaded"])
 
 SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
     str(ROOT / f"{name}.py")
@@ -56,6 +60,74 @@ def torchrun(script, *args, nproc=2, options=("--standalone",)):
     return [*launcher, f"--nproc_per_node={nproc}", script, *map(str, args)]
 
 
+class Forked(list):
+    """The command `python script args`, which `start` does not give to a new Python: it forks
+    `nproc` ranks from a process that has imported what a real run needs."""
+
+    def __init__(self, command, nproc):
+        super().__init__(command)
+        self.nproc = nproc
+
+    def __add__(self, more):
+        return Forked([*self, *map(str, more)], self.nproc)
+
+
+def forked(script, *args, nproc=1):
+    return Forked(python(script, *args), nproc)
+
+
+class ForkedJob:
+    """The ranks of a `Forked` command, as subprocess.Popen has a process. Its status is that of the
+    first rank whose status is not 0."""
+
+    def __init__(self, command, cwd, log, env):
+        port, cwd, script = free_port(), os.path.abspath(cwd), command[1:]
+        one = command.nproc == 1
+        self.ranks = [
+            process_of(_run, script, env | ({} if one else alone(rank, command.nproc, port)), cwd, log)
+            for rank in range(command.nproc)
+        ]
+        for rank in self.ranks:
+            rank.start()
+        self.pid = self.ranks[0].pid
+
+    @property
+    def returncode(self):
+        return self.poll()
+
+    def poll(self):
+        statuses = [rank.exitcode for rank in self.ranks]
+        return None if None in statuses else next(filter(None, statuses), 0)
+
+    def wait(self, seconds=None):
+        limit = None if seconds is None else time.monotonic() + seconds
+        for rank in self.ranks:
+            rank.join(limit and max(0, limit - time.monotonic()))
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.ranks[0].name, seconds)
+        return self.returncode
+
+    def send_signal(self, number):
+        for rank in self.ranks:
+            if rank.is_alive():
+                os.kill(rank.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+
+def _run(argv, env, cwd, log):
+    """Be the process that `python *argv` would be."""
+    on_the_cpu()
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(env)
+    enter(cwd, log)
+    sys.path[:0] = [str(Path(argv[0]).parent.resolve()), *env.get("PYTHONPATH", "").split(":")]
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+
+
 def agent(endpoint, *args, nproc=1, nnodes=2, options=(), script=MULTINODE):
     """The command of one of the nodes of a job of multinode.py, or of `script`."""
     rendezvous = ("--rdzv-id=456", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}")
@@ -66,6 +138,15 @@ def agent(endpoint, *args, nproc=1, nnodes=2, options=(), script=MULTINODE):
 def start(command, cwd=".", **env):
     """Start `command` with stdout and stderr in `output` (one file, as in a log) in `cwd`."""
     Path(cwd).mkdir(exist_ok=True)
+    on_a_gpu = (os.environ | env).get("CUDA_VISIBLE_DEVICES") != ""
+    if isinstance(command, Forked) and on_a_gpu:  # which no forked process can open
+        command = command if command.nproc == 1 else torchrun(*command[1:], nproc=command.nproc)
+    elif isinstance(command, Forked):
+        log = Path(cwd).resolve() / f"output-{len(list(Path(cwd).glob('output-*')))}.log"
+        log.touch()
+        process = ForkedJob(command, cwd, log, os.environ | {name: str(value) for name, value in env.items()})
+        process.log = log
+        return process
     log = open(Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log", "w+")  # noqa: SIM115
     process = subprocess.Popen(
         command,

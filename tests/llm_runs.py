@@ -13,10 +13,18 @@ LONG += ("--num-epochs", 3, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 20
 LONG += ("--init", "pretrained")  # whose dropout has to be on from the first step
 
 
-def llm(local, *args, nproc=None, model="gpt2", data="text.txt"):
-    """The command of a run on local names, of python or, with `nproc`, of torchrun."""
-    args = ("--model-name", local / model, "--dataset-name", local / data, *args)
-    return launch.torchrun(LLM, *args, nproc=nproc) if nproc else launch.python(LLM, *args)
+def llm(local, *args, nproc=1, model="gpt2", data="text.txt"):
+    """The command of a run on local names, with that many ranks and without a launcher."""
+    return launch.forked(LLM, *names(local, model, data), *args, nproc=nproc)
+
+
+def llm_by_torchrun(local, *args):
+    """The same with two ranks, started by the real torchrun."""
+    return launch.torchrun(LLM, *names(local), *args)
+
+
+def names(local, model="gpt2", data="text.txt"):
+    return ("--model-name", local / model, "--dataset-name", local / data)
 
 
 def metrics(folder, name):

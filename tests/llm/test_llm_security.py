@@ -37,7 +37,7 @@ def test_what_it_unpickles_would_run(tmp_path):
 
 def llm(local, *options):
     data = ("--dataset-name", local / "text.txt", "--model-name", local / "gpt2")
-    return launch.python(LLM, *data, "--batch-size", 4, "--max-steps", 2, *options)
+    return launch.forked(LLM, *data, "--batch-size", 4, "--max-steps", 2, *options)
 
 
 def test_no_code_in_a_snapshot_of_train_llm_runs(local, tmp_path):

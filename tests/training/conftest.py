@@ -5,7 +5,7 @@ import signal
 import launch
 import pytest
 from launch import wait_for
-from llm_runs import LONG, descendants, llm
+from llm_runs import LONG, descendants, llm, llm_by_torchrun
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def stopped_run(local, tmp_path_factory):
     """The folder and the output of the same run, which had SIGTERM in its second epoch."""
     folder = tmp_path_factory.mktemp("stopped")
     quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    job = launch.start(llm(local, *LONG, nproc=2), folder, **quiet)
+    job = launch.start(llm_by_torchrun(local, *LONG), folder, **quiet)
     wait_for(job, lambda output: "Step 57/" in output)
     workers = descendants(job.pid)
     job.send_signal(signal.SIGTERM)

@@ -6,7 +6,7 @@ import launch
 import pytest
 import torch
 from launch import LLM
-from llm_runs import LONG, llm, metrics, newest
+from llm_runs import LONG, llm, llm_by_torchrun, metrics, newest
 
 from training.memory import all_fit_batch_size
 
@@ -71,7 +71,7 @@ def test_batch_that_does_not_fit_is_divided_and_the_steps_stay_the_same(local, t
     options = ("--batch-size", 6, "--max-steps", 3, "--log-freq", 1)
     (tmp_path / "small.py").write_text(SMALL_GPU_ON_RANK_1.format(root=str(launch.ROOT)))
     command = llm(local, *options, nproc=2)
-    launch.run([*command, "--experiment-name", "large"])
+    launch.run(command + ["--experiment-name", "large"])
     command[command.index(LLM)] = "small.py"
     output = launch.run(command)
     assert "6 sequences do not fit on a GPU. Going on with --batch-size 1 --global" in output
@@ -99,7 +99,7 @@ def test_a_model_that_does_not_fit_is_told(local, tmp_path):
 def test_out_of_memory_says_what_to_lower(local, tmp_path):
     """Half the batch with the same global batch makes the same steps: this is told, once."""
     (tmp_path / "full.py").write_text(OUT_OF_MEMORY.format(root=str(launch.ROOT)))
-    command = llm(local, "--batch-size", 6, nproc=2)
+    command = llm_by_torchrun(local, "--batch-size", 6)
     command[command.index(LLM)] = "full.py"
     output = launch.run(command, status=1)
     (error,) = re.findall("^ERROR: .*", output, re.MULTILINE)

@@ -44,7 +44,7 @@ def test_letters_that_the_terminal_does_not_have(local, tmp_path):
     """They are written in another way."""
     (tmp_path / "è.txt").write_text((local / "text.txt").read_text() + "é日本" * 1000)
     options = ("--dataset-name", "è.txt", *SHORT)
-    output = launch.run(llm(local, *options), PYTHONIOENCODING="ascii")
+    output = launch.run(list(llm(local, *options)), PYTHONIOENCODING="ascii")
     assert trained() and r"Data: \xe8.txt" in output
 
 

@@ -35,7 +35,7 @@ def test_resumed_on_other_numbers_of_ranks(local, tmp_path):
     job.send_signal(signal.SIGTERM)
     _, output = launch.finish(job, 30)
     assert "SIGTERM: saved at step" in output
-    for nproc, batch_size in (None, 6), (3, 2):
+    for nproc, batch_size in (1, 6), (3, 2):
         shutil.copytree("outputs/default", f"outputs/on-{nproc}")
         name = ("--experiment-name", f"on-{nproc}", "--batch-size", batch_size)
         output = launch.run(llm(local, *options, *name, nproc=nproc))

@@ -9,7 +9,7 @@ from pathlib import Path
 import launch
 import pytest
 from launch import gone, wait_for
-from llm_runs import LONG, llm, metrics
+from llm_runs import LONG, llm, llm_by_torchrun, metrics
 from wandb_files import QUIET, read_runs
 
 
@@ -27,7 +27,7 @@ def test_a_signal_leaves_a_snapshot_of_the_step_and_no_process(stopped_run):
 @pytest.mark.long
 def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     """Without a launcher the status says the signal, as a shell would: 128 + 10."""
-    job = launch.start(llm(local, *LONG, "--batch-size", 6, "--wandb", "offline"), **QUIET)
+    job = launch.start(list(llm(local, *LONG, "--batch-size", 6, "--wandb", "offline")), **QUIET)
     wait_for(job, lambda output: "Step 3/" in output)
     job.send_signal(signal.SIGUSR1)
     status, output = launch.finish(job, 20)
@@ -50,7 +50,7 @@ def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
 @pytest.mark.long
 def test_a_second_signal_leaves_at_once(local, tmp_path):
     """Where another rank hangs, so that the step does not end, the second signal ends this one."""
-    job = launch.start(llm(local, *LONG, "--max-steps", 10**6, nproc=2))
+    job = launch.start(llm_by_torchrun(local, *LONG, "--max-steps", 10**6))
     output = wait_for(job, lambda output: "Step 3/" in output)
     this, other = launch.pids(output)
     os.kill(other, signal.SIGSTOP)
@@ -90,7 +90,7 @@ def test_an_evaluation_is_stopped_and_made_up_for(local, tmp_path, everybody):
     options = ("--dataset-name", "long.txt", "--batch-size", 1, "--max-steps", 8)
     options += ("--eval-freq", 5, "--log-freq", 4, "--ckpt-freq", 8)
     command = llm(local, *options, nproc=2)
-    expected = launch.run([*command, "--experiment-name", "unbroken"])
+    expected = launch.run(command + ["--experiment-name", "unbroken"])
     command[command.index(launch.LLM)] = "slow.py"
     job = launch.start(command)
     output = wait_for(job, lambda output: output.count("evaluating") > 4)

@@ -67,18 +67,18 @@ def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_p
     options = ["--max-steps", 3, "--lr", 0, "--clip-norm", 0, "--ckpt-freq", 1]
     options += ["--global-batch-size", 66, "--log-freq", 1, "--dtype", "float32"]
     for name, nproc, batch_size in [
-        ("whole", None, 66),
-        ("accumulated", None, 22),
+        ("whole", 1, 66),
+        ("accumulated", 1, 22),
         ("two", 2, 11),
         ("three", 3, 11),
     ]:
         options += ["--experiment-name", name, "--batch-size", batch_size]
-        enough_cpus = (nproc or 1) <= len(os.sched_getaffinity(0))
+        enough_cpus = nproc <= len(os.sched_getaffinity(0))
         bind = ["--bind-cpus"] if enough_cpus else []
         output = launch.run(llm(tmp_path, *options, *bind, nproc=nproc, model=local / "gpt2"))
         masks = re.findall(r"^Rank \d \| cpu \| Bound to CPUs (0x\w+), of ", output, re.MULTILINE)
-        assert len({*masks}) == (nproc or 1 if bind else 0), output
-        assert f"x {66 // batch_size // (nproc or 1)} (accumulation)" in output
+        assert len({*masks}) == (nproc if bind else 0), output
+        assert f"x {66 // batch_size // nproc} (accumulation)" in output
         folder = tmp_path / "outputs" / name
         sampler = StepSampler(133, batch_size, 66, seed=0)
         for step in 0, 1, 2:
