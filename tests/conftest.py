@@ -1,30 +1,66 @@
+import fcntl
 import json
+import os
+import zlib
+from datetime import date
 from functools import cache
+from pathlib import Path
 
 import launch
 import pytest
 import torch
 import torch.distributed as dist
 
+LONG, NIGHTLY = "long", "nightly"
 LEFT_OUT = pytest.StashKey[int]()
+HERE = Path(__file__).parent
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="run the tests marked `long` as well")
+    every = "run the long tests as well, and a tenth of the nightly ones"
+    parser.addoption("--all", action="store_true", help=every)
+    parser.addoption("--nightly", action="store_true", help="run all tests")
+    seed = "another seed, another tenth of the nightly tests"
+    parser.addoption("--seed", default=str(date.today()), help=seed)
+
+
+def pytest_xdist_auto_num_workers(config):
+    """Tests wait more than they compute, and each may have three processes of its own."""
+    return min(2 * len(os.sched_getaffinity(0)), 8)
+
+
+def wanted(item):
+    """Whether the options ask for a test of this tier."""
+    option = item.config.getoption
+    if item.get_closest_marker(NIGHTLY):
+        drawn = zlib.crc32(f"{option('seed')} {item.nodeid}".encode()) % 10 == 0
+        return option("nightly") or (option("all") and drawn)
+    return option("nightly") or option("all") or not item.get_closest_marker(LONG)
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long and not config.getoption("--all"):
-        config.hook.pytest_deselected(items=long)
-        config.stash[LEFT_OUT] = len(long)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    if left_out := [item for item in items if not wanted(item)]:
+        config.hook.pytest_deselected(items=left_out)
+        config.stash[LEFT_OUT] = len(left_out)
+        items[:] = filter(wanted, items)
 
 
 def pytest_report_collectionfinish(config):
+    more = f"--all runs the long ones and a tenth of the nightly ones (--seed {config.option.seed})"
     if left_out := config.stash.get(LEFT_OUT, 0):
-        return f"long tests left out: {left_out} (--all runs them, too)"
+        return f"tests left out: {left_out} ({more}, --nightly all)"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test marked `alone` measures time: while it runs, no other does, in whatever process."""
+    alone = item.get_closest_marker("alone")
+    with open(HERE / "launch.py") as turnstile, open(__file__) as running:
+        fcntl.flock(turnstile, fcntl.LOCK_EX)  # so that one that waits to be alone is next
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turnstile, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

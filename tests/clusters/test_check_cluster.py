@@ -75,16 +75,16 @@ def the_error(process, seconds=20):
     return error
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(launch.python(launch.CHECK, "--max_mib=1"), id="python"),
-        pytest.param(
-            launch.torchrun(launch.CHECK, "--max_mib=1"), id="torchrun", marks=pytest.mark.long
-        ),
-    ],
-)
-def test_on_one_machine(command):
+def test_on_one_machine():
+    assert_good_on_one_machine(launch.python(launch.CHECK, "--max_mib=1"))
+
+
+@pytest.mark.long
+def test_on_one_machine_by_torchrun():
+    assert_good_on_one_machine(launch.torchrun(launch.CHECK, "--max_mib=1"))
+
+
+def assert_good_on_one_machine(command):
     output = launch.run(command, 30)
     rows = table(output)
     assert [row["rank"] for row in rows] == ["0", "1"] == [row["local"] for row in rows]
@@ -317,8 +317,12 @@ def by_srun(rank, address, port):
     }
 
 
-BY_SRUN, *OTHERS_BY_SRUN = [
-    (1, "nosuch.invalid", False, "MASTER_ADDR: {host} cannot resolve the name nosuch.invalid"),
+def test_started_by_srun():
+    wanted = "MASTER_ADDR: {host} cannot resolve the name nosuch.invalid"
+    assert_told_by_srun(1, "nosuch.invalid", False, wanted)
+
+
+OTHERS_BY_SRUN = [
     (1, "localhost", False, "MASTER_ADDR: nobody listens at localhost port {port}"),
     (0, "192.0.2.9", False, "MASTER_ADDR: 192.0.2.9 is another machine, but rank 0 runs on"),
     (0, "localhost", True, "MASTER_ADDR: port {port} of {host} is taken by another program"),
@@ -326,11 +330,13 @@ BY_SRUN, *OTHERS_BY_SRUN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rank", "address", "taken", "expected"),
-    [BY_SRUN, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS_BY_SRUN)],
-)
-def test_started_by_srun(rank, address, taken, expected):
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "address", "taken", "expected"), OTHERS_BY_SRUN)
+def test_started_by_srun_in_other_ways(rank, address, taken, expected):
+    assert_told_by_srun(rank, address, taken, expected)
+
+
+def assert_told_by_srun(rank, address, taken, expected):
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]
         if not taken:
@@ -351,7 +357,7 @@ def test_wrong_sums_are_told(tmp_path, monkeypatch):
     assert "64 KiB" not in output and "OK" not in output
 
 
-BAD, *OTHER_BAD = [
+BAD = [
     (["--nosuch"], "unrecognized arguments: --nosuch"),
     (["--nnodes=2", "--rdzv-endpoint=alpha:99999"], "--rdzv-endpoint: The port number"),
     (["--nproc_per_node=none"], "Unsupported nproc_per_node value: none"),
@@ -361,12 +367,9 @@ BAD, *OTHER_BAD = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [BAD, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHER_BAD)],
-)
+@pytest.mark.parametrize(("options", "expected"), BAD)
 def test_bad_options(options, expected):
-    output = launch.run(launch.python(launch.CHECK, *options), 30, status=2)
+    output = launch.run(launch.forked(launch.CHECK, *options), 30, status=2)
     (line,) = output.splitlines()
     assert expected in line and "rror: " in line.replace("ERROR", "error")
 

@@ -23,14 +23,8 @@ COUNTS += product(SCRIPTS, ("total_epochs", "save_every", "batch_size", "seed"))
 COUNTS += product(WITH_SNAPSHOT, ("timeout",))
 
 
-def each(scripts):
-    """The test for each of `scripts`; for all but the last it is a long one."""
-    *others, last = scripts
-    others = [pytest.param(script, marks=pytest.mark.long) for script in others]
-    return pytest.mark.parametrize("script", [*others, last])
-
-
-each_script, each_with_snapshot = each(SCRIPTS), each(WITH_SNAPSHOT)
+each_script = pytest.mark.parametrize("script", SCRIPTS)
+each_with_snapshot = pytest.mark.parametrize("script", WITH_SNAPSHOT)
 
 # @record wants a stderr with a file descriptor, which the captured one is not.
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
@@ -107,15 +101,8 @@ class RunsCode:
         return open, ("ran", "w")
 
 
-@pytest.mark.parametrize(
-    ("script", "name", "value"),
-    [
-        # Each count with one value and each value for one count, and the others with --all.
-        pytest.param(*count, value, marks=() if 0 in (row, column) else pytest.mark.long)
-        for row, count in enumerate(COUNTS)
-        for column, value in enumerate(["0", "-1", "ten", "1.5", "", str(2**31), "9" * 5000])
-    ],
-)
+@pytest.mark.parametrize("value", ["0", "-1", "ten", "1.5", "", str(2**31), "9" * 5000])
+@pytest.mark.parametrize(("script", "name"), COUNTS)
 def test_counts_are_whole_numbers(refusal, script, name, value):
     """Zero, negative, no number or too large: the line names the argument and its value."""
     if (name, value) == ("seed", "0"):
@@ -350,11 +337,17 @@ def test_multigpu_ends_as_its_processes_do(tmp_path):
     assert not list(tmp_path.glob("[!.]*.pt*")) and not os.listdir("temporary")
 
 
-@pytest.mark.parametrize(
-    "script", [launch.SINGLE, pytest.param(launch.MULTI, marks=pytest.mark.long)]
-)
-def test_torchrun_is_not_for_every_script(script):
+def test_torchrun_is_not_for_every_script():
     """Processes that do not know of one another would write one file: none starts to train."""
+    assert_not_for_torchrun(launch.SINGLE)
+
+
+@pytest.mark.long
+def test_torchrun_is_not_for_a_script_that_starts_its_processes():
+    assert_not_for_torchrun(launch.MULTI)
+
+
+def assert_not_for_torchrun(script):
     output = launch.run(launch.torchrun(script, 1), status=1)
     assert_told_once(
         output, f"torchrun is not for this script: start it once, with: python {script}"
@@ -409,16 +402,19 @@ def test_job_of_two_ranks_tells_once(tmp_path):
     assert not list(tmp_path.glob("snapshot.pt*"))
 
 
-@pytest.mark.parametrize(
-    ("node", "wrong"),
-    [
-        (1, "argument"),
-        pytest.param(0, "argument", marks=pytest.mark.long),
-        pytest.param(1, "snapshot", marks=pytest.mark.long),
-    ],
-)
-def test_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
-    """Typed or found on either machine, both say why, once, and the other does not wait."""
+def test_mistake_on_one_of_two_machines_ends_both(tmp_path):
+    """Both say why, once, and the other does not wait."""
+    assert_mistake_ends_both(tmp_path, 1, "argument")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("node", "wrong"), [(0, "argument"), (1, "snapshot")])
+def test_any_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
+    """Typed or found, on either machine."""
+    assert_mistake_ends_both(tmp_path, node, wrong)
+
+
+def assert_mistake_ends_both(tmp_path, node, wrong):
     endpoint = f"localhost:{launch.free_port()}"
     folders = [tmp_path / "0", tmp_path / "1"]
     args = [(1000,), (1000,)]

@@ -72,20 +72,25 @@ def test_job_restarts_from_the_snapshot_after_kill_of_each_rank(tmp_path):
     launch.assert_same(tmp_path / "broken" / "snapshot.pt", unbroken / "snapshot.pt")
 
 
+def test_a_lost_rank_ends_the_job_within_seconds(tmp_path, monkeypatch):
+    """A rank that raises ends all; torchrun's report has the cause."""
+    failure, cause = "raise ValueError('epoch two is cursed')", "ValueError: epoch two is cursed"
+    assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("failure", "cause"),
     [
-        ("raise ValueError('epoch two is cursed')", "ValueError: epoch two is cursed"),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            "Signal 9 (SIGKILL) received by PID",
-            marks=pytest.mark.long,
-        ),
-        pytest.param("sys.exit(0)", "Connection closed by peer", marks=pytest.mark.long),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received by PID"),
+        ("sys.exit(0)", "Connection closed by peer"),
     ],
 )
-def test_a_lost_rank_ends_the_job_within_seconds(tmp_path, monkeypatch, failure, cause):
-    """A rank that raises, is killed or leaves early ends all; torchrun's report has the cause."""
+def test_a_rank_that_is_killed_or_leaves_ends_the_job(tmp_path, monkeypatch, failure, cause):
+    assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause)
+
+
+def assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause):
     monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
     # One that was killed leaves no record of its own: torchrun has to see it before rank 0 does.
     pause = 3 if "kill" in failure else 0
@@ -148,17 +153,27 @@ def test_an_error_in_a_process_of_multigpu_ends_the_others(multigpu):
 
 @pytest.mark.parametrize(
     ("number", "to", "status"),
-    [
-        pytest.param(signal.SIGINT, os.killpg, 130, id="Ctrl-C"),
-        pytest.param(signal.SIGTERM, os.kill, 143, id="SIGTERM"),
-        pytest.param(
-            signal.SIGINT, os.kill, 130, id="SIGINT to the parent only", marks=pytest.mark.long
-        ),
-        pytest.param(signal.SIGTERM, os.killpg, 143, id="SIGTERM to all", marks=pytest.mark.long),
-    ],
+    [(signal.SIGINT, os.killpg, 130), (signal.SIGTERM, os.kill, 143)],
+    ids=["Ctrl-C", "SIGTERM"],
 )
 def test_a_signal_ends_every_process_of_multigpu(multigpu, monkeypatch, number, to, status):
     """Within 10 s, with the exit status of such an end, and nothing else in its output."""
+    assert_ends_by_signal(multigpu, monkeypatch, number, to, status)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("number", "to", "status"),
+    [(signal.SIGINT, os.kill, 130), (signal.SIGTERM, os.killpg, 143)],
+    ids=["SIGINT to the parent only", "SIGTERM to all"],
+)
+def test_a_signal_to_some_ends_every_process_of_multigpu(
+    multigpu, monkeypatch, number, to, status
+):
+    assert_ends_by_signal(multigpu, monkeypatch, number, to, status)
+
+
+def assert_ends_by_signal(multigpu, monkeypatch, number, to, status):
     start, end = multigpu
     monkeypatch.delenv("OMP_NUM_THREADS")
     job = start()
@@ -186,12 +201,17 @@ def children_of(pid):
     return "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
 
 
-@pytest.mark.parametrize(
-    "when",
-    [pytest.param("in training", marks=pytest.mark.long), "while they import torch"],
-)
-def test_processes_end_with_a_torchrun_that_is_killed(when):
+def test_processes_end_with_a_torchrun_that_is_killed():
     """Nobody tells them: within 10 s they find that it is gone."""
+    assert_processes_end_with_torchrun("while they import torch")
+
+
+@pytest.mark.long
+def test_processes_end_with_a_torchrun_that_is_killed_in_training():
+    assert_processes_end_with_torchrun("in training")
+
+
+def assert_processes_end_with_torchrun(when):
     job = launch.start(launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER))
     if when == "in training":
         wait_for(job, lambda output: "[CPU0] Epoch 1 |" in output)
@@ -228,15 +248,11 @@ def test_a_job_whose_ranks_have_imported_torch_first():
             assert status == {0} and output.count(TORCH_CAME_FIRST) == told, output
 
 
-@pytest.mark.parametrize(
-    "script", [launch.TORCHRUN_SCRIPT, pytest.param(launch.MULTINODE, marks=pytest.mark.long)]
-)
-@pytest.mark.parametrize(
-    "given", [(), pytest.param(("RANK", "WORLD_SIZE", "MASTER_ADDR"), marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])
+@pytest.mark.parametrize("given", [(), ("RANK", "WORLD_SIZE", "MASTER_ADDR")])
 def test_started_without_torchrun_says_how_to_start(script, given):
     """One line that names the variables that are missing and the command; exit status 2."""
-    output = launch.run(launch.python(script), 30, status=2, **dict.fromkeys(given, "0"))
+    output = launch.run(launch.forked(script), 30, status=2, **dict.fromkeys(given, "0"))
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     missing = " ".join(name for name in names if name not in given)
     command = f"torchrun --standalone --nproc_per_node=gpu {script}"

@@ -112,9 +112,7 @@ def runs(tmp_path_factory):
     return runs
 
 
-@pytest.mark.parametrize(
-    "name", ["plain-resumed", pytest.param("dropout-resumed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("name", ["plain-resumed", "dropout-resumed"])
 def test_resumed_run_ends_bitwise_where_an_unbroken_one_ends(runs, name):
     """Same weights, same momentum, same losses on the way, and each epoch exactly once."""
     model = name.split("-")[0]

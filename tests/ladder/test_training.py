@@ -424,12 +424,7 @@ def test_samples_are_collated_and_batches_left_alone():
 
 @pytest.mark.parametrize(
     "total, every, saves",
-    [
-        (5, 3, "24"),
-        pytest.param(5, 5, "4", marks=pytest.mark.long),
-        pytest.param(1, 10, "0", marks=pytest.mark.long),
-        pytest.param(3, 1, "012", marks=pytest.mark.long),
-    ],
+    [(5, 3, "24"), (5, 5, "4"), (1, 10, "0"), (3, 1, "012")],
 )
 @pytest.mark.parametrize("script", [SINGLE, MULTI], ids=lambda script: Path(script).stem)
 def test_save_points(script, total, every, saves):

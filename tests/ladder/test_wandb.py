@@ -47,16 +47,11 @@ def one_process():
     return CPU | launch.alone()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(launch.python(launch.SINGLE, 2), id="single", marks=pytest.mark.long),
-        pytest.param(launch.python(launch.MULTI, 2), id="multi", marks=pytest.mark.long),
-    ],
-)
-def test_one_run_of_a_job(tmp_path, command):
+@pytest.mark.long
+@pytest.mark.parametrize("script", [launch.SINGLE, launch.MULTI], ids=["single", "multi"])
+def test_one_run_of_a_job(tmp_path, script):
     """From rank 0: its rows are the printed lines, and `epoch` is their x-axis."""
-    output = launch.run([*command, "--wandb", "offline"], **QUIET)
+    output = launch.run(launch.python(script, 2, "--wandb", "offline"), **QUIET)
     (run,) = read_runs(tmp_path)
     assert run.x_axes == {"*": "epoch"}
     assert logged(run) == printed(output) and len(run.history) == 2
@@ -66,46 +61,33 @@ def test_one_run_of_a_job(tmp_path, command):
 FOREVER = 100000
 
 
-@pytest.mark.parametrize(
-    ("command", "number", "status", "ranks"),
-    [
-        pytest.param(
-            launch.python(launch.SINGLE, FOREVER),
-            signal.SIGTERM,
-            {143},
-            1,
-            id="single",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(launch.python(launch.MULTI, FOREVER), signal.SIGTERM, {143}, 1, id="multi"),
-        pytest.param(
-            launch.python(launch.MULTI, FOREVER),
-            signal.SIGINT,
-            {130},
-            1,
-            id="multi-SIGINT",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER),
-            signal.SIGTERM,
-            launch.SIGNALLED,
-            1,
-            id="torchrun",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            launch.torchrun(launch.MULTINODE, FOREVER, FOREVER),
-            signal.SIGTERM,
-            launch.SIGNALLED,
-            2,
-            id="multinode",
-            marks=pytest.mark.long,
-        ),
-    ],
+def test_a_signal_finishes_the_run(tmp_path):
+    """The file has the epochs that were logged, and wandb's last word."""
+    command = launch.python(launch.MULTI, FOREVER)
+    assert_a_signal_finishes(tmp_path, command, signal.SIGTERM, {143})
+
+
+TORCHRUN, MULTINODE = (
+    launch.torchrun(script, FOREVER, FOREVER)
+    for script in (launch.TORCHRUN_SCRIPT, launch.MULTINODE)
 )
-def test_a_signal_finishes_the_run(tmp_path, command, number, status, ranks):
-    """To whatever was started: the file has the epochs that were logged, and wandb's last word."""
+OTHERS = {
+    "single": (launch.python(launch.SINGLE, FOREVER), signal.SIGTERM, {143}),
+    "multi-SIGINT": (launch.python(launch.MULTI, FOREVER), signal.SIGINT, {130}),
+    "torchrun": (TORCHRUN, signal.SIGTERM, launch.SIGNALLED),
+    "multinode": (MULTINODE, signal.SIGTERM, launch.SIGNALLED, 2),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", OTHERS.values(), ids=OTHERS)
+def test_a_signal_finishes_each_run(tmp_path, how):
+    """To whatever was started."""
+    assert_a_signal_finishes(tmp_path, *how)
+
+
+def assert_a_signal_finishes(tmp_path, command, number, status, ranks=1):
+    """So many runs are finished when that signal comes, and the job ends with such a status."""
     job = launch.start([*command, "--wandb", "offline"], **QUIET)
     launch.wait_for(job, lambda output: "[CPU0] Epoch 9 |" in output)
     job.send_signal(number)

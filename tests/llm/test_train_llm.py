@@ -144,12 +144,7 @@ BAD = {
 }
 
 
-FIRST_BAD, *OTHER_BAD = BAD
-
-
-@pytest.mark.parametrize(
-    "case", [FIRST_BAD, *(pytest.param(case, marks=pytest.mark.long) for case in OTHER_BAD)]
-)
+@pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_told_in_one_line(local, tmp_path, case):
     """One line that begins with ERROR, exit status 2, no traceback."""
     options, message = BAD[case]
