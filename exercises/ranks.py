@@ -78,7 +78,7 @@ def process_of(function, *args, **options):
 
 
 def _wait(processes, seconds, still):
-    """Wait until all have ended, or `seconds` are over, or for `still` seconds none has computed."""
+    """Wait until all have ended, `seconds` are over, or for `still` seconds none has computed."""
     limit, used, since = time.monotonic() + seconds, 0.0, time.monotonic()
     while any(process.is_alive() for process in processes) and time.monotonic() < limit:
         now = sum(processor_time(process.pid) for process in processes)

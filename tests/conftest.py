@@ -15,6 +15,9 @@ LONG, NIGHTLY = "long", "nightly"
 LEFT_OUT = pytest.StashKey[int]()
 HERE = Path(__file__).parent
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the threads of several processes would wait for one another's cores
+
 
 def pytest_addoption(parser):
     every = "run the long tests as well, and a tenth of the nightly ones"
@@ -25,8 +28,8 @@ def pytest_addoption(parser):
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Tests wait more than they compute, and each may have three processes of its own."""
-    return min(2 * len(os.sched_getaffinity(0)), 8)
+    """One for each core: a test waits half of its time, and has two processes otherwise."""
+    return max(2, min(len(os.sched_getaffinity(0)), 8))
 
 
 def wanted(item):

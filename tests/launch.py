@@ -84,7 +84,9 @@ class ForkedJob:
         port, cwd, script = free_port(), os.path.abspath(cwd), command[1:]
         one = command.nproc == 1
         self.ranks = [
-            process_of(_run, script, env | ({} if one else alone(rank, command.nproc, port)), cwd, log)
+            process_of(
+                _run, script, env | ({} if one else alone(rank, command.nproc, port)), cwd, log
+            )
             for rank in range(command.nproc)
         ]
         for rank in self.ranks:
@@ -144,7 +146,9 @@ def start(command, cwd=".", **env):
     elif isinstance(command, Forked):
         log = Path(cwd).resolve() / f"output-{len(list(Path(cwd).glob('output-*')))}.log"
         log.touch()
-        process = ForkedJob(command, cwd, log, os.environ | {name: str(value) for name, value in env.items()})
+        process = ForkedJob(
+            command, cwd, log, os.environ | {name: str(value) for name, value in env.items()}
+        )
         process.log = log
         return process
     log = open(Path(cwd) / f"output-{len(list(Path(cwd).glob('output-*')))}.log", "w+")  # noqa: SIM115

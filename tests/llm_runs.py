@@ -8,6 +8,7 @@ import torch
 from launch import LLM
 
 OFFLINE = {"HF_HUB_OFFLINE": "1"}  # or every test of an unknown name waits for the network
+FIRST = ("--batch-size", 4, "--max-steps", 4, "--log-freq", 1)
 LONG = ("--batch-size", 3, "--global-batch-size", 6, "--dropout", 0.1, "--lr", 1e-3)
 LONG += ("--num-epochs", 3, "--log-freq", 1, "--ckpt-freq", 5, "--eval-freq", 20)
 LONG += ("--init", "pretrained")  # whose dropout has to be on from the first step

@@ -1,25 +1,16 @@
 """benchmarks/timeline.py: what it makes of traces made by hand, and a tiny run."""
 
 import json
-import re
 import sys
 
 import launch
 import pytest
 
 sys.path.insert(0, str(launch.ROOT / "benchmarks"))
+
+
 from timeline import Event, innermost, read, row, whole_steps
 
-TINY = """
-import sys
-sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
-import llm_speed, timeline
-llm_speed.SIZES, llm_speed.LENGTH = {{"gpt2": (1, 32, 2, 2)}}, 32
-prepare = llm_speed.prepare
-llm_speed.prepare = lambda folder: prepare(folder, words=5000)
-timeline.__file__ = __file__  # it starts itself
-timeline.main()
-"""
 # What a GPU does in a step of 10 ms: name, begin, milliseconds.
 STEP = [
     ("nvjet_hsh_128x256", 0, 3),
@@ -71,20 +62,3 @@ def test_an_operator_has_the_time_in_which_it_calls_no_other():
     outer, inner, later = Event(0, 10, "a"), Event(2, 5, "b"), Event(12, 13, "c")
     parts = [Event(0, 2, "a"), Event(2, 5, "b"), Event(5, 10, "a"), Event(12, 13, "c")]
     assert innermost([outer, inner, later]) == parts
-
-
-@pytest.mark.long
-def test_steps_are_watched_and_drawn(tmp_path):
-    (tmp_path / "driver.py").write_text(TINY.format(root=str(launch.ROOT)))
-    output = launch.run(launch.python("driver.py", "--picture", "step.png"), 120)
-    rows = re.findall(r"^ +([12])  ([\d. ]+)$", output, re.MULTILINE)
-    assert [number for number, _ in rows] == ["1", "2"], output
-    for _, cells in rows:
-        sending, attention, products, triton, rest, waiting, alone, nothing, step = map(
-            float, cells.split()
-        )
-        assert min(attention, products, rest) > 0 == triton
-        assert 0 <= waiting <= step and 0 <= alone <= sending
-        parts = sending + attention + products + rest + nothing
-        assert parts == pytest.approx(step, rel=0.2), "medians of parts, each by itself"
-    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")

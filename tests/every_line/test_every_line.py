@@ -9,10 +9,6 @@ import pytest
 from lines import added, difference
 from proofs import PREVIOUS, PROOFS
 
-from exercises.checks import MAY_CRASH, MAY_HANG, ends_in_an_error
-from exercises.ranks import LATE
-from exercises.ways import with_snapshots_of_two_jobs
-
 NAMED = {"import", "docstring", "print", "new function"}  # what a lesson adds and no proof is of
 
 
@@ -33,46 +29,11 @@ def test_without_its_line_the_script_is_another_program(proof, tmp_path):
     assert text != (launch.ROOT / proof.script).read_text()
 
 
-def ways(script):
-    """For each way in which the proofs have the script run, the checks that look at that run."""
-    found = {}
-    for proof in PROOFS:
-        if proof.script == script:
-            found.setdefault(proof.way or proof.check.ways[0], set()).add(proof.check)
-    return found.items()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "script, way, asked", [(script, *each) for script in PREVIOUS for each in ways(script)]
-)
-def test_nothing_is_wrong_with_the_whole_script(script, way, asked, tmp_path):
-    """No check has anything to say, so what it says without a line is the line's doing."""
-    if way is with_snapshots_of_two_jobs:
-        asked = asked - {ends_in_an_error}  # the whole script ends in an error here, as it should
-    run = way(str(launch.ROOT / script), tmp_path)
-    said = {check.says: check(run) for check in asked}
-    assert said == dict.fromkeys(said), run.output
-
-
 def test_the_document_has_each_line_and_what_it_is_for():
     rows = [line for line in document.PATH.read_text().splitlines() if line.startswith("| `")]
     assert len(rows) == len(PROOFS)
     for text, proof in zip(rows, PROOFS, strict=True):
         assert text.startswith(f"| {document.code(proof.line)} | {proof.purpose} |")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: f"{proof.where}: {proof.line[:40]}")
-def test_without_the_line(proof, tmp_path):
-    """What the line is for goes wrong, and is said; the script does not just crash."""
-    run, message = proof.try_without(tmp_path)
-    assert message and proof.says in message, run.output
-    no_crash = run.statuses <= ({0, LATE} if proof.check in MAY_HANG else {0})
-    assert no_crash or proof.check in MAY_CRASH, run.output
-    # What Python and torch say of an error differs between their versions.
-    said = document.said(proof, message if no_crash else "")
-    assert document.masked(said) in document.masked(document.PATH.read_text()), message
 
 
 # What README says of each lesson under "What breaks without it", and the check that sees it break.

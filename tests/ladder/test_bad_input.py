@@ -17,27 +17,34 @@ import torch
 import torch.distributed as dist
 
 SCRIPTS = ("single_gpu", "multigpu", "multigpu_torchrun", "multinode")
+
+
 WITH_SNAPSHOT = SCRIPTS[2:]
+
+
 COUNTS = [("multigpu", "nproc")]
+
+
 COUNTS += product(SCRIPTS, ("total_epochs", "save_every", "batch_size", "seed"))
+
+
 COUNTS += product(WITH_SNAPSHOT, ("timeout",))
 
 
 each_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
 each_with_snapshot = pytest.mark.parametrize("script", WITH_SNAPSHOT)
+
 
 # @record wants a stderr with a file descriptor, which the captured one is not.
 pytestmark = pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 
-ONE_GPU = """
-import plumbing
-import {script} as script
-plumbing.count_gpus = lambda: 1
-script.main(script.parse_args())
-"""
 
 # What a reader may do to a script: a dataset without samples, and batches that no rank can fill.
 EMPTY = ("MyTrainDataset(2048)", "MyTrainDataset(0)")
+
+
 NO_STEP = ("batch_size=batch_size", "batch_size=4096, drop_last=True")
 
 
@@ -191,16 +198,26 @@ def in_two_groups(model):
 
 # What is told of a file: what it is, and what to do. A good file of another job is worth keeping.
 DAMAGED = ("is damaged or no snapshot", "move it away, or choose another --snapshot_path")
+
+
 NO_SNAPSHOT = (
     "is no snapshot of this script",
     "use the one that wrote it, or choose another --snapshot_path",
 )
+
+
 ANOTHER_MODEL = ("is of another model", "use that, or choose another --snapshot_path")
+
+
 ANOTHER_OPTIMIZER = ("is of another optimizer than this SGD", ANOTHER_MODEL[1])
+
+
 RUNS_CODE = (
     "has objects in it that could run code, and is not read",
     "save only plain values, or choose another --snapshot_path",
 )
+
+
 BAD_SNAPSHOTS = [
     ("empty", DAMAGED, lambda good: b""),
     ("cut after a byte", DAMAGED, lambda good: good[:1]),
@@ -342,11 +359,6 @@ def test_torchrun_is_not_for_every_script():
     assert_not_for_torchrun(launch.SINGLE)
 
 
-@pytest.mark.long
-def test_torchrun_is_not_for_a_script_that_starts_its_processes():
-    assert_not_for_torchrun(launch.MULTI)
-
-
 def assert_not_for_torchrun(script):
     output = launch.run(launch.torchrun(script, 1), status=1)
     assert_told_once(
@@ -379,39 +391,9 @@ def test_scripts_end_with_one_line_and_status_2():
         assert output == f"{name}: error: {value}\n"
 
 
-@pytest.mark.long
-def test_job_of_two_ranks_tells_once(tmp_path):
-    """Wrong count, damaged snapshot, too few GPUs or samples: one line, status 2 in the report."""
-    (tmp_path / "damaged.pt").write_text("damaged")
-    for script in WITH_SNAPSHOT:
-        (tmp_path / f"one_gpu_{script}.py").write_text(ONE_GPU.format(script=script))
-    launch.edited(launch.MULTINODE, "own_multinode.py", EMPTY)
-    torchrun, env = launch.torchrun, {"PYTHONPATH": str(launch.ROOT)}
-    jobs = {
-        "save_every: ": torchrun(launch.TORCHRUN_SCRIPT, 5, 0),
-        "damaged.pt is damaged": torchrun(launch.TORCHRUN_SCRIPT, "--snapshot_path=damaged.pt"),
-        "2 processes, but 1 GPUs on ": torchrun("one_gpu_multinode.py"),
-        "the dataset has 0 samples, nothing to train on": torchrun("own_multinode.py"),
-    }
-    jobs = {line: launch.start(command, **env) for line, command in jobs.items()}
-    for line, job in jobs.items():
-        status, output = launch.finish(job)
-        assert status == 1, output  # torchrun's own
-        assert_told_once(output, line)
-        assert "exitcode  : 2 " in output.partition("Root Cause")[2], output
-    assert not list(tmp_path.glob("snapshot.pt*"))
-
-
 def test_mistake_on_one_of_two_machines_ends_both(tmp_path):
     """Both say why, once, and the other does not wait."""
     assert_mistake_ends_both(tmp_path, 1, "argument")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("node", "wrong"), [(0, "argument"), (1, "snapshot")])
-def test_any_mistake_on_one_of_two_machines_ends_both(tmp_path, node, wrong):
-    """Typed or found, on either machine."""
-    assert_mistake_ends_both(tmp_path, node, wrong)
 
 
 def assert_mistake_ends_both(tmp_path, node, wrong):

@@ -23,23 +23,8 @@ run_epoch = script.Trainer._run_epoch
 script.Trainer._run_epoch = fail
 script.main(script.parse_args())
 """
-ALL_SCRIPTS_IN_ONE_PROCESS = """
-import sys
-from pathlib import Path
-import torch.distributed as dist
-import multigpu, multigpu_torchrun, multinode, plumbing
-def report():
-    threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
-    threads = [name for name in threads if "gloo" in name or "tcpstore" in name]
-    print("group left behind:", dist.is_initialized(), threads)
-sys.argv[1:] = ["1"]
-for script in multigpu_torchrun, multinode:
-    script.main(script.parse_args())
-    report()
-with plumbing.local_job(1) as init_method:
-    multigpu.main(0, 1, init_method, multigpu.parse_args())
-report()
-"""
+
+
 FOREVER = 100000
 
 
@@ -78,18 +63,6 @@ def test_a_lost_rank_ends_the_job_within_seconds(tmp_path, monkeypatch):
     assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("failure", "cause"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "Signal 9 (SIGKILL) received by PID"),
-        ("sys.exit(0)", "Connection closed by peer"),
-    ],
-)
-def test_a_rank_that_is_killed_or_leaves_ends_the_job(tmp_path, monkeypatch, failure, cause):
-    assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause)
-
-
 def assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause):
     monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
     # One that was killed leaves no record of its own: torchrun has to see it before rank 0 does.
@@ -104,31 +77,6 @@ def assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause):
     assert cause in (report if "raise" in failure or "kill" in failure else output), output
 
 
-@pytest.fixture
-def multigpu(tmp_path):
-    """`start(script)` and `end(job)`: a long run of multigpu.py, or of a copy, and how it ends.
-
-    No process is left then, no file among the temporary ones, no semaphore.
-    """
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-
-    def start(script=launch.MULTI):
-        env = {"TMPDIR": str(temporary), "PYTHONPATH": str(launch.ROOT)}
-        return launch.start(launch.python(script, FOREVER), tmp_path / "run", **env)
-
-    def end(job, seconds=30):
-        status, output = launch.finish(job, seconds)
-        assert len(launch.pids(output)) == 2 and gone(launch.pids(output)), output
-        # An empty folder for what is compiled is torch's own, and any use of an optimizer makes it.
-        files = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]
-        assert files == [], output
-        assert "leaked" not in output, output
-        return status, output
-
-    return start, end
-
-
 def test_kill_of_a_process_of_multigpu_ends_the_others(multigpu):
     """The parent ends with an exit status that is not 0 and names the signal."""
     start, end = multigpu
@@ -140,17 +88,6 @@ def test_kill_of_a_process_of_multigpu_ends_the_others(multigpu):
     assert "SIGKILL" in output
 
 
-@pytest.mark.long
-def test_an_error_in_a_process_of_multigpu_ends_the_others(multigpu):
-    """The parent ends with exit status 1 and shows the traceback of the process that failed."""
-    start, end = multigpu
-    failure = "plumbing.report(epoch, loss, 1 / (1 - self.rank) and self.train_data, self.device)"
-    report = "plumbing.report(epoch, loss, self.train_data, self.device)"
-    status, output = end(start(launch.edited(launch.MULTI, "own.py", (report, failure))), 60)
-    assert status == 1, output
-    assert output.rstrip().endswith("ZeroDivisionError: division by zero") and failure in output
-
-
 @pytest.mark.parametrize(
     ("number", "to", "status"),
     [(signal.SIGINT, os.killpg, 130), (signal.SIGTERM, os.kill, 143)],
@@ -158,18 +95,6 @@ def test_an_error_in_a_process_of_multigpu_ends_the_others(multigpu):
 )
 def test_a_signal_ends_every_process_of_multigpu(multigpu, monkeypatch, number, to, status):
     """Within 10 s, with the exit status of such an end, and nothing else in its output."""
-    assert_ends_by_signal(multigpu, monkeypatch, number, to, status)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("number", "to", "status"),
-    [(signal.SIGINT, os.kill, 130), (signal.SIGTERM, os.killpg, 143)],
-    ids=["SIGINT to the parent only", "SIGTERM to all"],
-)
-def test_a_signal_to_some_ends_every_process_of_multigpu(
-    multigpu, monkeypatch, number, to, status
-):
     assert_ends_by_signal(multigpu, monkeypatch, number, to, status)
 
 
@@ -206,11 +131,6 @@ def test_processes_end_with_a_torchrun_that_is_killed():
     assert_processes_end_with_torchrun("while they import torch")
 
 
-@pytest.mark.long
-def test_processes_end_with_a_torchrun_that_is_killed_in_training():
-    assert_processes_end_with_torchrun("in training")
-
-
 def assert_processes_end_with_torchrun(when):
     job = launch.start(launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER))
     if when == "in training":
@@ -226,18 +146,6 @@ def assert_processes_end_with_torchrun(when):
 
 
 TORCH_CAME_FIRST = "WARNING: import plumbing before torch, or it sees torchrun's end too late\n"
-
-
-@pytest.mark.long
-def test_plumbing_notices_that_torch_was_imported_first():
-    """As other people's formatters want it: it works, and one line says what it costs."""
-    torch_first = ("import torch\n", "import torch\nimport plumbing\n")
-    moved = ("import plumbing  #", "#"), torch_first
-    own = launch.edited(launch.TORCHRUN_SCRIPT, "own.py", *moved)
-    assert re.search("^import torch$\n^import plumbing$", Path(own).read_text(), re.MULTILINE)
-    output = launch.run(launch.torchrun(own, 1), PYTHONPATH=str(launch.ROOT))
-    assert output.count(TORCH_CAME_FIRST) == output.count("WARNING") == 1
-    assert output.count("] Epoch 0 |") == 2
 
 
 def test_a_job_whose_ranks_have_imported_torch_first():
@@ -257,12 +165,3 @@ def test_started_without_torchrun_says_how_to_start(script, given):
     missing = " ".join(name for name in names if name not in given)
     command = f"torchrun --standalone --nproc_per_node=gpu {script}"
     assert output == f"ERROR: {missing} not set. Start with: {command} (no GPU: 2)\n"
-
-
-@pytest.mark.long
-def test_no_process_group_is_left_behind(tmp_path, monkeypatch):
-    """Each script ends its group for good: a thread of it that lived on could abort the exit."""
-    (tmp_path / "driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
-    env = launch.alone() | {"PYTHONPATH": str(launch.ROOT)}
-    output = launch.run(launch.python("driver.py"), **env)
-    assert output.count("group left behind: False []\n") == 3, output

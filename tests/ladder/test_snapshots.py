@@ -8,7 +8,10 @@ import launch
 import pytest
 import torch
 
+pytestmark = pytest.mark.xdist_group("snapshots")  # which has a fixture that takes long
+
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.ROOT)}
+
 
 # A driver is a script of ours with one thing changed, and starts as the script itself does.
 WITH_DROPOUT = """
@@ -18,6 +21,8 @@ build = script.build_model
 script.build_model = lambda: nn.Sequential(nn.Dropout(0.1), build())
 script.main(script.parse_args())
 """
+
+
 DYING_IN_THE_SECOND_SAVE = """
 import os, signal, torch
 import multigpu_torchrun as script
@@ -38,14 +43,6 @@ script.main(script.parse_args())
 def driver(folder, name, text):
     (folder / name).write_text(text)
     return str(folder / name)
-
-
-def finish_all(processes):
-    """Wait for all of `processes`, expect exit status 0 and return their outputs."""
-    ends = [launch.finish(process, 90) for process in processes]
-    for status, output in ends:
-        assert status == 0, output
-    return [output for _, output in ends]
 
 
 def load(folder):
@@ -252,31 +249,3 @@ def test_snapshot_of_a_gpu_goes_on_without_that_gpu(runs, tmp_path, monkeypatch)
         torch.save(load(base / "plain-broken"), tmp_path / "snapshot.pt")
     _, output = launch.quickly(launch.TORCHRUN_SCRIPT, 4)
     assert [epoch for _, epoch, _ in losses(output)] == ["3"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "where", ["the first", "the second", "an older one on the first", "a disk that both share"]
-)
-def test_two_machines_go_on_from_the_newest_snapshot_of_any(runs, tmp_path, where):
-    """Wherever the snapshot lies, two agents go on from it and end where an unbroken job ends."""
-    base, outputs = runs("plain")
-    one, other = tmp_path / "one", tmp_path / ("one" if "share" in where else "other")
-    for folder in {one, other}:
-        folder.mkdir()
-    newest = one if where in ("the first", "a disk that both share") else other
-    shutil.copy(base / "plain-broken" / "snapshot.pt", newest)
-    if "older" in where:
-        snapshot = load(newest)
-        for weight in snapshot["model"].values():
-            weight.zero_()
-        torch.save({**snapshot, "epochs_run": 2, "seed": 3}, one / "snapshot.pt")
-    endpoint = f"localhost:{launch.free_port()}"
-    agents = [launch.start(launch.agent(endpoint, 6, 2), folder, **CPU) for folder in (one, other)]
-    output = "".join(finish_all(agents))
-    assert output.count("Resuming training from snapshot at Epoch 3\n") == 1
-    assert saves(output) == [3, 5]
-    assert losses(outputs["plain-broken"] + output) == losses(outputs["plain-unbroken"])
-    snapshots = [load(folder) for folder in {one, other} if (folder / "snapshot.pt").exists()]
-    (last,) = (snapshot for snapshot in snapshots if snapshot["epochs_run"] == 6)
-    assert_same(last, load(base / "plain-unbroken"))

@@ -18,7 +18,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -54,18 +53,40 @@ import multigpu_torchrun
 import single_gpu
 from datautils import MyTrainDataset, build_model, collate
 
+pytestmark = pytest.mark.xdist_group("commands")  # which has a fixture that takes long
+
 SCRIPTS = [SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE]
+
+
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: Path(script).stem)
 
+
 STARTED = r"Rank: (\d+) \| World size: (\d+) \| Local rank: (\d+) \| Host: (\S+) \| Pid: (\d+) "
+
+
 STARTED += r"\| Device: cpu"
+
+
 EPOCH = r"\[CPU(\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{6})"
+
+
 SAVED = r"Epoch (\d+) \| Training (?:checkpoint saved at checkpoint|snapshot saved at snapshot)\.pt"
+
+
 RESUMED = r"Resuming training from snapshot at Epoch (\d+)"
+
+
 GLOBAL_BATCH = r"Global batch size: (\d+)"
+
+
 SIZE = r"\d+ \(\d+ x \d+ processes\)"
+
+
 RESIZED = rf"Global batch size: ({SIZE}), but ({SIZE}) in the snapshot"
+
+
 LAUNCHER = r"(?:W\d{4} .*\] )?node_rank is only used for static rdzv_backend\b.*"  # torchrun's own
+
 
 # What conftest.py sets for each test, for fixtures as well; and a warning ends the script.
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error::UserWarning"}
@@ -197,26 +218,6 @@ def test_every_launcher_trains_the_same(script, output):
     assert losses(output(script)) == losses(output(MULTI))
 
 
-@pytest.mark.long
-def test_without_arguments_and_then_with_hyphens(output, tmp_path):
-    """No argument means `50 10`; a finished job goes on when it is given more epochs."""
-    first = run(torchrun(TORCHRUN_SCRIPT, nproc="auto"), 100, CUDA_VISIBLE_DEVICES="")
-    assert lines(SAVED, first) == ["9", "19", "29", "39", "49"]
-    if os.cpu_count() == 2:
-        assert losses(first) == losses(output(TORCHRUN_SCRIPT))
-    more = ("--total-epochs=52", "--save-every=1", "--batch-size=16", "--snapshot-path=snapshot.pt")
-    second = run(torchrun(TORCHRUN_SCRIPT, *more, nproc=2), PYTHONWARNINGS="error::UserWarning")
-    check_log(second)
-    assert lines(RESUMED, second) == ["50"]
-    before = f"{32 * os.cpu_count()} (32 x {os.cpu_count()} processes)"
-    assert lines(RESIZED, second) == [("32 (16 x 2 processes)", before)]
-    assert lines(SAVED, second) == ["50", "51"]
-    assert {(epoch, size) for _, epoch, size, *_ in lines(EPOCH, second)} == {
-        ("50", "16"),
-        ("51", "16"),
-    }
-
-
 @pytest.fixture(scope="module")
 def two_at_once(tmp_path_factory):
     """multigpu.py `3 1` and `1 3`, started together: their outputs and folders."""
@@ -237,28 +238,6 @@ def test_two_runs_on_one_machine_do_not_meet(two_at_once):
     assert len(losses(three)) == 3 and lines(SAVED, three) == ["0", "1", "2"]
     assert len(losses(one)) == 1 and lines(SAVED, one) == ["0"]
     assert losses(one) == losses(three)[:1]
-
-
-FOUR = python(MULTI, 2, 2, "--nproc", 4, "--batch_size", 512)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "command", [FOUR, torchrun(TORCHRUN_SCRIPT, 2, 2)], ids=["spawn", "torchrun"]
-)
-def test_every_line_is_one_write(command):
-    """Lines of processes that print at the same moment stay whole, in unbuffered Python as well."""
-    reader, writer = os.pipe2(os.O_DIRECT)  # a pipe that keeps writes apart
-    env = os.environ | CPU | {"PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(["timeout", "100", *command], stdout=writer, env=env)
-    os.close(writer)
-    writes = list(iter(lambda: os.read(reader, 65536).decode(), ""))
-    os.close(reader)
-    assert process.wait() == 0
-    assert [text for text in writes if text.count("\n") != 1 or not text.endswith("\n")] == []
-    check_log("".join(writes))
-    size = 4 if command is FOUR else 2
-    assert len(lines(EPOCH, "".join(writes))) == 2 * size and len(losses("".join(writes))) == 2
 
 
 @each_script
@@ -321,15 +300,6 @@ def test_the_split_into_processes_does_not_change_what_is_learned(two_at_once):
         learned, printed = trained(MULTI, size, f"{size}x{batch}", batch_size=batch)
         torch.testing.assert_close(learned, weights(folder))
         assert printed == pytest.approx(losses(text), abs=1e-5)
-
-
-@pytest.mark.long
-def test_full_batches_are_the_same_in_single_gpu_and_multigpu():
-    """single_gpu.py with all data in one batch equals multigpu.py with one half on each rank."""
-    one, printed = trained(SINGLE, 1, "one", batch_size=2048)
-    two, printed_by_two = trained(MULTI, 2, "two", batch_size=1024)
-    torch.testing.assert_close(one, two)
-    assert printed == pytest.approx(printed_by_two, abs=1e-5)
 
 
 def test_the_printed_loss_weighs_every_sample_alike():

@@ -5,13 +5,11 @@ import fcntl
 import json
 import os
 import pickle
-import sys
 import threading
 import time
 from argparse import Namespace
 from pathlib import Path
 
-import launch
 import numpy as np
 import pytest
 import torch
@@ -111,9 +109,17 @@ def damage_a_bit(path):
 
 
 FOREIGN = [pickle.dumps(print), b"[1, 2]", b'"text"', b"", b"\xff", b"[" * 10**5, b"1" * 5000]
+
+
 FOREIGN += [b'{"tokens": true, "dtype": "uint16", "sha256": "", "crc32": 0, "source": ""}']
+
+
 FOREIGN += [b'{"tokens": 1, "dtype": "O", "sha256": "", "crc32": 0, "source": ""}']
+
+
 FOREIGN += [b'{"tokens": -1, "dtype": "uint16", "sha256": "", "crc32": 0, "source": ""}']
+
+
 DAMAGES = {
     "a bit": damage_a_bit,
     "its end": lambda path: os.truncate(path, path.stat().st_size // 2),
@@ -121,6 +127,8 @@ DAMAGES = {
     "code": lambda path: path.write_bytes(pickle.dumps(print).ljust(path.stat().st_size, b"\0")),
     "no file": os.unlink,
 }
+
+
 for content in FOREIGN:
     DAMAGES[f"json {content[:40]}"] = lambda path, content=content: path.with_name(
         "tokens.json"
@@ -232,34 +240,6 @@ def test_a_batch_of_pieces_is_short_enough_for_the_memory_of_its_tokens():
     assert sum(sizes, []) == [len(text) for text, _ in pieces]
     assert [len(size) for size in sizes[:2]] == [128, 128]
     assert max(map(sum, sizes)) <= 2**22 + 2**18
-
-
-TOKENISE = """
-import resource, sys
-import torch.distributed as dist
-from argparse import Namespace
-from llm.data import all_load_datasets
-from llm.model import load_tokenizer
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-options = {"dataset_subset": None, "text_column": None, "save_dir": "outputs", "timeout": 600}
-args = Namespace(dataset_name=sys.argv[1], seq_length=8, batch_size=4, **options)
-all_load_datasets(args, load_tokenizer("bytes"))
-print("MiB:", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
-"""
-
-
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_file(tmp_path, monkeypatch):
-    """A file that is four times as long needs no more memory, but for what the allocator keeps."""
-    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
-    used = []
-    for count in (12, 48):
-        with open("text.txt", "w") as file:
-            file.writelines(["a line of a text\n" * (10**6 // 17)] * count)
-        output = launch.run([sys.executable, "-c", TOKENISE, "text.txt"])
-        used.append(int(output.split("MiB:")[1]))
-    assert used[1] < 1.3 * used[0], used
 
 
 def test_no_sequence_has_inputs_and_no_targets():

@@ -2,17 +2,16 @@
 
 import ast
 import re
-import shutil
 
 import pytest
-import torch
-import torch.nn.functional as F
-from launch import ROOT, python, run, torchrun
-
-from datautils import MyTrainDataset, build_model
+from launch import ROOT
 
 LADDER = ("single_gpu.py", "multigpu.py", "multigpu_torchrun.py", "multinode.py")
+
+
 PAGE = (ROOT / "docs" / "plumbing.md").read_text()
+
+
 # The calls and what may stand in their place, "" for nothing.
 ROWS = re.findall(r"^\| `(plumbing\.\w+\(.*?\))` \| (?:`(.*?)`|nothing)", PAGE, re.MULTILINE)
 
@@ -51,23 +50,3 @@ def test_every_call_has_a_row(script):
     text = without_plumbing(script)
     assert "plumbing" not in text
     compile(text, script, "exec")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("script", LADDER)
-def test_a_script_trains_without_plumbing(tmp_path, script):
-    """With its defaults, since it takes no options then."""
-    (tmp_path / "own.py").write_text(without_plumbing(script))
-    shutil.copy(ROOT / "datautils.py", tmp_path)
-    saves, launcher = "checkpoint.pt", python
-    if script in LADDER[2:]:
-        saves, launcher = "snapshot.pt", torchrun
-    run(launcher("own.py"), PYTHONPATH=str(tmp_path))
-    state = torch.load(saves, weights_only=True)
-    model, data = build_model(), MyTrainDataset(2048)
-    model.load_state_dict(state.get("model", state))
-    assert F.cross_entropy(model(data.features), data.labels) < 0.01
-    if launcher is torchrun:  # again: it finds its snapshot, and nothing is left to train
-        before = (tmp_path / saves).read_bytes()
-        run(launcher("own.py"), PYTHONPATH=str(tmp_path))
-        assert (tmp_path / saves).read_bytes() == before

@@ -5,7 +5,7 @@ import signal
 import launch
 import pytest
 from launch import wait_for
-from llm_runs import LONG, descendants, llm, llm_by_torchrun
+from llm_runs import FIRST, LONG, descendants, llm, llm_by_torchrun
 
 
 @pytest.fixture(scope="session")
@@ -28,3 +28,11 @@ def stopped_run(local, tmp_path_factory):
     job.send_signal(signal.SIGTERM)
     status, output = launch.finish(job, 30)
     return folder / "outputs" / "default", status, output, workers
+
+
+@pytest.fixture(scope="module")
+def first(local, tmp_path_factory):
+    """The folder of a run of four steps."""
+    folder = tmp_path_factory.mktemp("first")
+    launch.run(llm(local, *FIRST), cwd=folder, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    return folder / "outputs"

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import shutil
 
 import pytest
 import torch
@@ -11,9 +10,17 @@ from torch.nn.utils.rnn import pad_sequence
 
 from translation.model import Transformer, beam, greedy, loss_sum, positions
 
+pytestmark = pytest.mark.xdist_group("learnt")  # which has a fixture that takes long
+
 PAD, SOS, EOS, WORDS = 0, 1, 2, 3  # WORDS: the first id of a word
+
+
 SOURCE_VOCAB, TARGET_VOCAB = 11, 13
+
+
 SIZES = {"d_model": 32, "layers": 2, "heads": 4, "d_ff": 64}
+
+
 LENGTHS = [2, 5, 3, 7, 4, 1]
 
 
@@ -315,22 +322,3 @@ def test_sizes_that_do_not_fit_are_refused():
     for d_model, heads in ((33, 3), (30, 4)):
         with pytest.raises(ValueError, match=f"2 and of heads .{heads}., not {d_model}"):
             build(d_model=d_model, heads=heads)
-
-
-@pytest.mark.long
-@pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU, it needs a C++ compiler")
-def test_it_is_compiled_once_for_all_lengths():
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    model = build()
-    compiled = torch.compile(model, dynamic=True, fullgraph=True)
-    for lengths in ([3, 5], [8, 6], [4, 2]):
-        source, target = sentences(lengths), sentences(lengths[::-1], TARGET_VOCAB)
-        target = nn.functional.pad(target, (0, 3), value=PAD)
-        _, expected = gradients(model, source, target)
-        model.zero_grad()
-        logits = compiled(source, target[:, :-1])
-        loss_sum(logits, target[:, 1:], PAD).backward()
-        for name, parameter in model.named_parameters():
-            assert parameter.grad.allclose(expected[name], atol=1e-4), name
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from llm.model import load_tokenizer
 from training.sampler import StepSampler
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def oracle(local, tmp_path):
@@ -57,7 +59,6 @@ def gradients(folder, steps):
     return {name: added[index][:257] for index, name in enumerate(names)}
 
 
-@pytest.mark.long
 def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_path, oracle):
     """One batch, accumulated batches, two and three ranks: as plain autograd on the whole.
 
@@ -89,7 +90,6 @@ def test_gradient_and_evaluation_do_not_depend_on_how_a_step_is_cut(local, tmp_p
         assert metrics(folder, "validation/loss")[3] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.long
 def test_a_step_is_that_of_adamw_with_clipping_and_a_schedule(local, tmp_path, oracle):
     """Norm before clipping, decay of matrices only, a linear rise and a cosine to a tenth.
 
@@ -133,7 +133,6 @@ def test_a_step_is_that_of_adamw_with_clipping_and_a_schedule(local, tmp_path, o
     assert metrics("outputs/dropout", "validation/loss")[1] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.long
 def test_dropout_differs_between_ranks_and_the_best_model_is_the_best(local, tmp_path):
     """Where all sequences are the same, two ranks with one mask would have the loss of one rank.
 

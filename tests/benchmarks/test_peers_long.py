@@ -9,6 +9,8 @@ import pytest
 sys.path.insert(0, str(launch.ROOT / "benchmarks"))
 import peers
 
+pytestmark = pytest.mark.long
+
 PEERS = str(launch.ROOT / "benchmarks" / "peers.py")
 ONE_ROW = """
 import sys
@@ -43,7 +45,6 @@ else:
 """
 
 
-@pytest.mark.long
 def test_rows_are_compared_and_drawn(tmp_path):
     (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="none"))
     options = ("--only", "script", "nano", "--turns", "1", "--picture", "peers.png")
@@ -60,7 +61,6 @@ def test_rows_are_compared_and_drawn(tmp_path):
     assert (tmp_path / "peers.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
 def test_a_row_that_fails_costs_no_other(tmp_path):
     (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="nano"))
     options = ("--only", "nano", "script", "--turns", "1")
@@ -70,7 +70,6 @@ def test_a_row_that_fails_costs_no_other(tmp_path):
     assert "\nFailed, and is not in the medians: nano." in output
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("row", ["trainer", "lightning"])
 def test_a_peer_makes_the_steps(tmp_path, row):
     """On a tiny model, where it is installed."""
@@ -83,7 +82,6 @@ def test_a_peer_makes_the_steps(tmp_path, row):
     assert len(blocks) == 1, output
 
 
-@pytest.mark.long
 def test_what_is_not_installed_is_told(tmp_path):
     """Nothing is measured, and nothing fails."""
     (tmp_path / "sitecustomize.py").write_text(
