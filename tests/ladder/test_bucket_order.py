@@ -19,8 +19,6 @@ import multigpu
 import multigpu_torchrun
 from datautils import MyTrainDataset
 
-pytestmark = pytest.mark.xdist_group("bucket_order")  # which has a fixture that takes long
-
 CPU = torch.device("cpu")
 
 

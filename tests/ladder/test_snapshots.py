@@ -8,8 +8,6 @@ import launch
 import pytest
 import torch
 
-pytestmark = pytest.mark.xdist_group("snapshots")  # which has a fixture that takes long
-
 CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(launch.ROOT)}
 
 

@@ -53,8 +53,6 @@ import multigpu_torchrun
 import single_gpu
 from datautils import MyTrainDataset, build_model, collate
 
-pytestmark = pytest.mark.xdist_group("commands")  # which has a fixture that takes long
-
 SCRIPTS = [SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE]
 
 

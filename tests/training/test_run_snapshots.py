@@ -7,8 +7,6 @@ import launch
 import torch
 from llm_runs import LONG, llm, metrics, newest
 
-pytestmark = pytest.mark.xdist_group("stopped")  # which has a fixture that takes long
-
 
 def test_resumed_run_ends_as_an_unbroken_one(local, tmp_path, stopped_run, unbroken_run):
     """Stopped in mid-epoch on two ranks, it goes on there, and ends with the same bits."""

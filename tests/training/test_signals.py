@@ -6,8 +6,6 @@ import launch
 from launch import gone
 from llm_runs import metrics
 
-pytestmark = pytest.mark.xdist_group("stopped")  # which has a fixture that takes long
-
 
 def test_a_signal_leaves_a_snapshot_of_the_step_and_no_process(stopped_run):
     """SIGTERM to the launcher: all ranks end, and all is saved."""

@@ -10,8 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from translation.model import Transformer, beam, greedy, loss_sum, positions
 
-pytestmark = pytest.mark.xdist_group("learnt")  # which has a fixture that takes long
-
 PAD, SOS, EOS, WORDS = 0, 1, 2, 3  # WORDS: the first id of a word
 
 
