@@ -73,7 +73,8 @@ class Exercise:
 
 def first_complaint(*asked):
     """A check made of those of checks.py: each run is made once, the first that says something
-    is heard. A pair (check, way) looks at that way's run, a check alone at its first."""
+    is heard. A pair (check, way) looks at that way's run, a check alone at its first. The check
+    has all of these as `asked`."""
 
     def check(path, folder):
         runs = {}
@@ -94,4 +95,5 @@ def first_complaint(*asked):
                 return message[0].upper() + message[1:]
         return None
 
+    check.asked = asked
     return check

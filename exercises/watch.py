@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from exercises.ranks import quickly
+from exercises.ranks import IDLE, quickly
 
-STILL = 6  # seconds: these programs take one, so a rank that is not done by then stands still
+STILL = 2  # seconds in which no rank has computed, after all have joined: then the job stands still
+LATEST = 14  # seconds after which it is called so in any case: these programs take one
 WAITS, ENDED = "waits", "ended"
 FIND = "\nIn which line each rank waits, the tools of docs/hangs.md tell"
 WAITED = "Timed out", "Connection closed", "Connection reset", "Broken pipe"  # errors of a wait
@@ -31,10 +32,12 @@ names = {}  # what the program has defined, once it has come to its end
 def watched(path, seen=dict):
     """Run the program as one rank, and save how far it came, what it said and `seen()`, once."""
     file, said = Path(f"rank{os.environ['RANK']}.json").resolve(), io.StringIO()
+    pulse = file.with_suffix(".pulse")
     dist.destroy_process_group = lambda group=None: None  # may hang while DDP lives: not asked here
 
     def save(how, stack=(), error=""):
         lines = [frame.lineno for frame in stack if frame.filename == path]
+        pulse.touch()  # it has joined, if it has come this far
         state = {"how": how, "line": (lines or [0])[-1], "error": error, "said": said.getvalue()}
         if not file.exists():
             file.write_text(json.dumps(state | {"seen": seen() if how == ENDED else {}}))
@@ -42,7 +45,12 @@ def watched(path, seen=dict):
             time.sleep(2)  # if this rank ended now, others would no longer stand where they stood
 
     def look():
-        time.sleep(STILL)
+        end, used = time.monotonic() + LATEST, 0.0
+        while time.monotonic() < end and not stands_still(file.parent):
+            if dist.is_initialized() and time.process_time() > used + IDLE:
+                used = time.process_time()
+                pulse.touch()
+            time.sleep(0.2)
         save(WAITS)
         os._exit(1)
 
@@ -60,10 +68,19 @@ def watched(path, seen=dict):
     os._exit(0)
 
 
+def stands_still(folder):
+    """Whether all ranks have joined the group, and none has computed since: not for STILL seconds.
+
+    A rank that computes touches its file. On a busy machine it does so late, but it does."""
+    pulses = [file.stat().st_mtime for file in folder.glob("rank*.pulse")]
+    joined = len(pulses) == int(os.environ["WORLD_SIZE"])
+    return joined and time.time() - max(pulses) > STILL
+
+
 def run(path, folder, nproc, runner=__file__, **env):
     """How far each rank of the program came, as `watched` saved it; None of one that is gone."""
     Path(folder).mkdir(exist_ok=True)
-    quickly(runner, path, nproc=nproc, cwd=folder, seconds=STILL + 8, **env)
+    quickly(runner, path, nproc=nproc, cwd=folder, seconds=LATEST + 8, **env)
     files = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
     return [json.loads(file.read_text()) if file.exists() else None for file in files]
 

@@ -1,14 +1,7 @@
 """The benchmark of train_llm.py runs; that its figures are right, people judge."""
 
-import sys
-
-import launch
-import pytest
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
-
-
 import llm_speed
+import pytest
 
 
 def test_a_job_is_held_against_its_gpus_alone(capsys):

@@ -1,12 +1,9 @@
 """benchmarks/llm_speed.py as a whole, on a tiny model; that its figures are right, people judge."""
 
 import re
-import sys
 
 import launch
 import pytest
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
 
 pytestmark = pytest.mark.long
 

@@ -1,13 +1,10 @@
 """The benchmark of what people would use instead: rows that can be had run, the others are told."""
 
 import re
-import sys
 
 import launch
-import pytest
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
 import peers
+import pytest
 
 pytestmark = pytest.mark.long
 

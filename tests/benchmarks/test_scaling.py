@@ -1,13 +1,6 @@
 """benchmarks/scaling.py: its model in cases that can be worked out by hand, and on slow links."""
 
-import sys
-
-import launch
 import pytest
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
-
-
 from scaling import Link, best_interval, fit, not_hidden, predict, sending
 
 

@@ -2,14 +2,11 @@
 
 import math
 import re
-import sys
 
 import launch
 import pytest
 import scaling
 from hosts import Network, needs_namespaces
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
 
 pytestmark = pytest.mark.long
 

@@ -1,14 +1,8 @@
 """benchmarks/timeline.py: what it makes of traces made by hand, and a tiny run."""
 
 import json
-import sys
 
-import launch
 import pytest
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
-
-
 from timeline import Event, innermost, read, row, whole_steps
 
 # What a GPU does in a step of 10 ms: name, begin, milliseconds.

@@ -1,12 +1,9 @@
 """benchmarks/timeline.py as a whole."""
 
 import re
-import sys
 
 import launch
 import pytest
-
-sys.path.insert(0, str(launch.ROOT / "benchmarks"))
 
 pytestmark = pytest.mark.long
 

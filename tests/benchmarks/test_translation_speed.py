@@ -3,11 +3,8 @@
 import sys
 from pathlib import Path
 
-import launch
-
 
 def test_paragraphs_with_one_id_are_a_pair(tmp_path, monkeypatch):
-    sys.path.insert(0, str(launch.ROOT / "benchmarks"))
     import help_pairs
 
     page = '<p id="a">{}<span hidden="true"> on a <b>Mac</b></span>,\n{}</p><p id="b">SUM</p>'
