@@ -80,13 +80,14 @@ def process_of(function, *args, **options):
 def _wait(processes, seconds, still):
     """Wait until all have ended, `seconds` are over, or for `still` seconds none has computed."""
     limit, used, since = time.monotonic() + seconds, 0.0, time.monotonic()
-    while any(process.is_alive() for process in processes) and time.monotonic() < limit:
+    while alive := [process for process in processes if process.is_alive()]:
         now = sum(processor_time(process.pid) for process in processes)
         if abs(now - used) > IDLE:  # less, where one of them has ended
             used, since = now, time.monotonic()
-        if still and used and time.monotonic() - since > still:
+        stands = still and used and time.monotonic() - since > still
+        if stands or time.monotonic() > limit:
             return
-        next(process for process in processes if process.is_alive()).join(0.1)
+        alive[0].join(0.1)
 
 
 def processor_time(pid: int) -> float:

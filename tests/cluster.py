@@ -119,7 +119,7 @@ class Cluster:
         limit = time.monotonic() + seconds
         while not (result := condition()):
             assert time.monotonic() < limit, f"not within {seconds} s\n{what and what()}"
-            time.sleep(0.1)
+            time.sleep(0.3)  # most conditions ask Slurm, which takes time from the jobs
         return result
 
     def wait_for_log(self, job, line):

@@ -29,8 +29,8 @@ else:
 def test_the_benchmark_knows_the_script(tmp_path):
     """Its steps, its save and its own loop run, on a tiny model; the figures are not looked at."""
     (tmp_path / "driver.py").write_text(BENCHMARK.format(root=str(launch.ROOT)))
-    launch.run(launch.python("driver.py", "prepare"))
-    output = launch.run(launch.python("driver.py"), 120)
+    launch.run(launch.forked("driver.py", "prepare"))
+    output = launch.run(launch.forked("driver.py"), 120)
     for name in "script", "bare":
         for accumulation in 4, 1:
             assert re.search(

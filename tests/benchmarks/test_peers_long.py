@@ -45,7 +45,7 @@ else:
 def test_rows_are_compared_and_drawn(tmp_path):
     (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="none"))
     options = ("--only", "script", "nano", "--turns", "1", "--picture", "peers.png")
-    output = launch.run(launch.python("driver.py", *options), 120)
+    output = launch.run(launch.forked("driver.py", *options), 120)
     last = re.findall(r"^(.+?) +([\d,]+) tokens/s  (\d\.\d\d)$", output, re.MULTILINE)
     speeds = {name: float(speed.replace(",", "")) for name, speed, _ in last}
     ratios = {name: float(ratio) for name, _, ratio in last}
@@ -61,7 +61,7 @@ def test_rows_are_compared_and_drawn(tmp_path):
 def test_a_row_that_fails_costs_no_other(tmp_path):
     (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="nano"))
     options = ("--only", "nano", "script", "--turns", "1")
-    status, output = launch.finish(launch.start(launch.python("driver.py", *options)), 120)
+    status, output = launch.finish(launch.start(launch.forked("driver.py", *options)), 120)
     assert status == 1
     assert re.search(r"^train_llm.py +[\d,]+ tokens/s  1.00$", output, re.MULTILINE), output
     assert "\nFailed, and is not in the medians: nano." in output
@@ -71,7 +71,7 @@ def test_a_row_that_fails_costs_no_other(tmp_path):
 def test_a_peer_makes_the_steps(tmp_path, row):
     """On a tiny model, where it is installed."""
     (tmp_path / "driver.py").write_text(ONE_ROW.format(root=str(launch.ROOT), row=row))
-    output = launch.run(launch.python("driver.py"), 120)
+    output = launch.run(launch.forked("driver.py"), 120)
     (missing,) = re.findall("^missing:(.*)$", output, re.MULTILINE)
     if missing:
         pytest.skip(f"needs{missing}, which no requirements name")

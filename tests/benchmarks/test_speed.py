@@ -6,7 +6,7 @@ import pytest
 
 @pytest.mark.parametrize("name", sorted(path.name for path in launch.ROOT.glob("benchmarks/*.py")))
 def test_a_benchmark_says_what_it_measures(name):
-    output = launch.run(launch.python(launch.ROOT / "benchmarks" / name, "--help"))
+    output = launch.run(launch.forked(launch.ROOT / "benchmarks" / name, "--help"))
     assert f"Run:  python benchmarks/{name}" in output
 
 

@@ -22,7 +22,7 @@ timeline.main()
 
 def test_steps_are_watched_and_drawn(tmp_path):
     (tmp_path / "driver.py").write_text(TINY.format(root=str(launch.ROOT)))
-    output = launch.run(launch.python("driver.py", "--picture", "step.png"), 120)
+    output = launch.run(launch.forked("driver.py", "--picture", "step.png"), 120)
     rows = re.findall(r"^ +([12])  ([\d. ]+)$", output, re.MULTILINE)
     assert [number for number, _ in rows] == ["1", "2"], output
     for _, cells in rows:

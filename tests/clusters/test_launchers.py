@@ -97,7 +97,7 @@ def refused(command, **env):
 
 def test_check_cluster_needs_an_address_for_several_machines(tmp_path):
     """`--nnodes=2` alone would wait at 127.0.0.1, on each machine."""
-    line = refused(python(CHECK, "--nnodes=2"))
+    line = refused(launch.forked(CHECK, "--nnodes=2"))
     assert "2 machines, but no address where they meet: give all the same --rdzv-" in line
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 
 @EACH
 def test_check_cluster_never_says_ok_for_a_part(tmp_path, env, cure):
-    line = refused(python(CHECK), **env)
+    line = refused(launch.forked(CHECK), **env)
     if "PET_NNODES" in env:
         assert "1:2 machines, but no address where they meet" in line
     else:
@@ -39,12 +39,12 @@ def test_check_cluster_never_says_ok_for_a_part(tmp_path, env, cure):
     ],
 )
 def test_no_script_trains_a_part(tmp_path, script, launcher, said):
-    assert said in refused(python(script), **FOREIGN[launcher][0])
+    assert said in refused(launch.forked(script), **FOREIGN[launcher][0])
 
 
 def test_torchruns_own_variables_are_for_torchrun(tmp_path):
     """A pod that says 2 processes: `python train_llm.py` would be a job of one."""
-    assert "RANK WORLD_SIZE" in refused(python(LLM), PET_NPROC_PER_NODE="2")
+    assert "RANK WORLD_SIZE" in refused(launch.forked(LLM), PET_NPROC_PER_NODE="2")
 
 
 @pytest.mark.parametrize("script", [MULTINODE, LLM])

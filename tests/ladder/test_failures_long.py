@@ -85,5 +85,5 @@ def test_no_process_group_is_left_behind(tmp_path, monkeypatch):
     """Each script ends its group for good: a thread of it that lived on could abort the exit."""
     (tmp_path / "driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
     env = launch.alone() | {"PYTHONPATH": str(launch.ROOT)}
-    output = launch.run(launch.python("driver.py"), **env)
+    output = launch.run(launch.forked("driver.py"), **env)
     assert output.count("group left behind: False []\n") == 3, output

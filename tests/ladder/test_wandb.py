@@ -74,7 +74,7 @@ def assert_a_signal_finishes(tmp_path, command, number, status, ranks=1):
 def test_nothing_of_wandb_without_the_flag(tmp_path):
     """No import and no files, in any of the scripts."""
     Path("driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
-    output = launch.run(launch.python("driver.py", 1), **one_process())
+    output = launch.run(launch.forked("driver.py", 1), **one_process())
     assert "wandb imported: False\n" in output
     assert {path.name for path in tmp_path.glob("[!.]*")} == {
         "driver.py",

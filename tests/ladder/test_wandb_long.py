@@ -89,7 +89,7 @@ def test_broken_wandb_does_not_end_training(tmp_path):
     Path("broken/wandb.py").write_text("raise RuntimeError('this wandb is broken')")
     Path("driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
     env = one_process() | {"PYTHONPATH": f"{tmp_path / 'broken'}:{launch.ROOT}"}
-    output = launch.run(launch.python("driver.py", 1, "--wandb", "offline"), **env)
+    output = launch.run(launch.forked("driver.py", 1, "--wandb", "offline"), **env)
     assert output.count("Training goes on without wandb: this wandb is broken\n") == 4
     assert len(printed(output)) == 3  # multinode.py finds the snapshot of one epoch
 

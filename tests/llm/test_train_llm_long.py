@@ -32,15 +32,15 @@ def test_finetuning_command(local, tmp_path):
 
 def test_default_run_writes_a_sample(tmp_path):
     """`python train_llm.py` trains on Python's own library and writes by itself, in two steps."""
-    output = launch.run(launch.python(LLM, "--max-steps", 2, "--batch-size", 2))
+    output = launch.run(launch.forked(LLM, "--max-steps", 2, "--batch-size", 2))
     assert "byte-gpt" in output and "Steps: 2 " in output
     (given, added) = re.findall(r"A sample of outputs/default/final, after (.*):\n([^$]*)", output)[
         0
     ]
     assert len(given) > 16 and len(added) > 100
-    output = launch.run(launch.python(LLM, "--max-steps", 2, "--batch-size", 2))
+    output = launch.run(launch.forked(LLM, "--max-steps", 2, "--batch-size", 2))
     assert "Resuming training from snapshot at Step 2\n" in output and "A sample of" in output
-    output = launch.run(launch.python(LLM, "--resume", "none"), status=2)
+    output = launch.run(launch.forked(LLM, "--resume", "none"), status=2)
     assert "choose another --experiment-name" in output
 
 
