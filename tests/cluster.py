@@ -135,7 +135,10 @@ class Cluster:
                 status,
             )
 
-        state, status = self.wait_for(ended, seconds, lambda: f"{self.state(job)} {self.log(job)}")
+        def shown():
+            return f"{self.command('scontrol', 'show', 'job', str(job))}\n{self.log(job)}"
+
+        state, status = self.wait_for(ended, seconds, shown)
         return state, status, self.log(job)
 
     def job_processes(self):
