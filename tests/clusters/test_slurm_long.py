@@ -284,9 +284,10 @@ SEVERAL = "10.99.0.2 node1\n10.77.0.2 node1\nfd77::2 node1\n10.77.0.1 login\n10.
     ],
     ids=["IPv6 only", "its own name is loopback", "several addresses"],
 )
-def test_the_head_node_is_found(tmp_path, options, hosts_of_node1, env):
+def test_the_head_node_is_found(tmp_path_factory, options, hosts_of_node1, env):
     """Whatever the first node says of its own name."""
-    with Cluster(tmp_path / "cluster", **options) as cluster:
+    short = tmp_path_factory.mktemp("c")  # Slurm's sockets lie in it: paths of 107 bytes at most
+    with Cluster(short / "cluster", **options) as cluster:
         if hosts_of_node1:
             cluster.nodes[0].sh("ip address add 10.99.0.2/24 dev lo")
             cluster.nodes[0].know(hosts_of_node1)
