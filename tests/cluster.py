@@ -39,7 +39,7 @@ SelectTypeParameters=CR_Core_Memory
 JobRequeue=0
 SchedulerParameters=bf_interval=1,sched_interval=2
 MpiDefault=none
-KillWait=5
+KillWait=20
 GresTypes=gpu
 SlurmdParameters=config_overrides
 NodeName=node[1-2] Sockets=1 CoresPerSocket={cores} RealMemory=1000000 Gres=gpu:2
@@ -115,15 +115,16 @@ class Cluster:
         path = self.project / f"ddp-{job}.log"
         return path.read_text() if path.exists() else ""
 
-    def wait_for(self, condition, seconds=30, what=""):
+    def wait_for(self, condition, seconds=30, what="", pause=0.3):
+        """Wait until the condition holds. Most ask Slurm, which takes time from the jobs."""
         limit = time.monotonic() + seconds
         while not (result := condition()):
             assert time.monotonic() < limit, f"not within {seconds} s\n{what and what()}"
-            time.sleep(0.3)  # most conditions ask Slurm, which takes time from the jobs
+            time.sleep(pause)
         return result
 
     def wait_for_log(self, job, line):
-        self.wait_for(lambda: line in self.log(job), 60, lambda: self.log(job))
+        self.wait_for(lambda: line in self.log(job), 60, lambda: self.log(job), pause=0.05)
 
     def finish(self, job, seconds=60):
         """Wait for the end of a job; return its state, exit status and log."""

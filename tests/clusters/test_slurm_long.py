@@ -106,7 +106,7 @@ def test_a_requeued_job_goes_on_where_it_was(cluster, file, size, command, unbro
 def test_a_requeued_run_of_train_llm_has_lost_no_step(cluster, local, file):
     """It saves when Slurm takes it away, and goes on from that step."""
     options = ["--model-name", local / "gpt2", "--dataset-name", local / "text.txt"]
-    options += ["--experiment-name", file, "--log-freq", 1, "--num-epochs", 4]
+    options += ["--experiment-name", file, "--log-freq", 1, "--num-epochs", 12]
     job = cluster.submit(file, *options, options=SIZES[file, "small"], SCRIPT="train_llm.py")
     cluster.wait_for_log(job, "Step 3/")
     cluster.command("scancel", "--batch", "--signal=USR1", str(job))
