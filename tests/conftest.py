@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 LONG, NIGHTLY = "long", "nightly"
-LEFT_OUT = pytest.StashKey[int]()
 HERE = Path(__file__).parent
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -43,25 +42,25 @@ def wanted(item):
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    if left_out := [item for item in items if not wanted(item)]:
-        config.hook.pytest_deselected(items=left_out)
-        config.stash[LEFT_OUT] = len(left_out)
-        items[:] = filter(wanted, items)
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = filter(wanted, items)
 
 
-def pytest_report_collectionfinish(config):
-    more = f"--all runs the long ones and a tenth of the nightly ones (--seed {config.option.seed})"
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        return f"tests left out: {left_out} ({more}, --nightly all)"
+def pytest_report_header(config):
+    if config.option.nightly:
+        return "tiers: quick, long and nightly"
+    if config.option.all:
+        return f"tiers: quick, long and a tenth of nightly (--seed {config.option.seed})"
+    return "tiers: quick (--all adds long and a tenth of nightly, --nightly everything)"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test marked `alone` measures time: while it runs, no other does, in whatever process."""
-    alone = item.get_closest_marker("alone")
+    """A test marked `exclusive` measures time: while it runs, no other does, in any process."""
+    exclusive = item.get_closest_marker("exclusive")
     with open(HERE / "launch.py") as turnstile, open(__file__) as running:
-        fcntl.flock(turnstile, fcntl.LOCK_EX)  # so that one that waits to be alone is next
-        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turnstile, fcntl.LOCK_EX)  # so that one that waits to be exclusive is next
+        fcntl.flock(running, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
         fcntl.flock(turnstile, fcntl.LOCK_UN)
         return (yield)
 

@@ -37,7 +37,7 @@ def assert_as_predicted(hosts, *args, buckets="14", **env):
 
 
 @needs_namespaces
-@pytest.mark.alone
+@pytest.mark.exclusive
 def test_two_hosts_with_little_bandwidth(tmp_path):
     """400 Mbit/s, whether sending is hidden or not."""
     with Network(tmp_path / "network") as network:
@@ -47,7 +47,7 @@ def test_two_hosts_with_little_bandwidth(tmp_path):
 
 
 @needs_namespaces
-@pytest.mark.alone
+@pytest.mark.exclusive
 def test_two_hosts_far_from_each_other(tmp_path):
     """Messages that fit into TCP's first window, of which each takes 10 ms.
 

@@ -20,6 +20,7 @@ timeline.main()
 """
 
 
+@pytest.mark.exclusive
 def test_steps_are_watched_and_drawn(tmp_path):
     (tmp_path / "driver.py").write_text(TINY.format(root=str(launch.ROOT)))
     output = launch.run(launch.forked("driver.py", "--picture", "step.png"), 120)
