@@ -12,7 +12,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LATE = "still running"  # in place of the exit status of a process that was ended at the limit
-IDLE = 0.02  # seconds of processor time: less than that in `still` seconds is a job that waits
 
 # Ranks are forked from a process that has imported torch and what optimizers import. That takes
 # 0.1 s, where a new Python needs 3 s.
@@ -32,13 +31,10 @@ def alone(rank=0, world_size=1, port=None):
     return {"RANK": str(rank), "LOCAL_RANK": str(rank)} | sizes | address
 
 
-def quickly(
-    script, *args, nproc=1, cwd=".", seconds=60, still=None, largest_file=None, last=(), **env
-):
+def quickly(script, *args, nproc=1, cwd=".", seconds=60, largest_file=None, last=(), **env):
     """Run `nproc` ranks of a ladder script (or a copy) without a launcher, from a process that has
     imported torch already. Return (set of exit statuses, output).
 
-    After `seconds`, or when the job has used no processor for `still` seconds, all ranks are ended.
     No file may become larger than `largest_file` bytes: to a process, as if the disk were full.
     The last rank has the arguments `last` besides.
     """
@@ -61,7 +57,9 @@ def quickly(
         try:
             for process in ranks:
                 process.start()
-            _wait(ranks, seconds, still)
+            limit = time.monotonic() + seconds
+            for process in ranks:
+                process.join(max(0, limit - time.monotonic()))
         finally:
             late = [process for process in ranks if process.is_alive()]
             for process in late:
@@ -75,28 +73,6 @@ def process_of(function, *args, **options):
     """A process that will call the function, forked from one that has imported torch already."""
     context = multiprocessing.get_context("forkserver")
     return context.Process(target=function, args=args, kwargs=options)
-
-
-def _wait(processes, seconds, still):
-    """Wait until all have ended, `seconds` are over, or for `still` seconds none has computed."""
-    limit, used, since = time.monotonic() + seconds, 0.0, time.monotonic()
-    while alive := [process for process in processes if process.is_alive()]:
-        now = sum(processor_time(process.pid) for process in processes)
-        if abs(now - used) > IDLE:  # less, where one of them has ended
-            used, since = now, time.monotonic()
-        stands = still and used and time.monotonic() - since > still
-        if stands or time.monotonic() > limit:
-            return
-        alive[0].join(0.1)
-
-
-def processor_time(pid: int) -> float:
-    """The seconds that a process has computed, or 0 where the system has no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def on_the_cpu():

@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from exercises.ranks import IDLE, quickly
+from exercises.ranks import quickly
 
-STILL = 2  # seconds in which no rank has computed, after all have joined: then the job stands still
-LATEST = 14  # seconds after which it is called so in any case: these programs take one
+# A job stands still when all ranks have joined the group and none has computed for so many seconds,
+STILL = 2
+LATEST = 14  # or in any case after so many: these programs take one.
+IDLE = 0.02  # Less processor time than that is not computing: it is the thread that looks.
 WAITS, ENDED = "waits", "ended"
 FIND = "\nIn which line each rank waits, the tools of docs/hangs.md tell"
 WAITED = "Timed out", "Connection closed", "Connection reset", "Broken pipe"  # errors of a wait
@@ -37,10 +39,11 @@ def watched(path, seen=dict):
 
     def save(how, stack=(), error=""):
         lines = [frame.lineno for frame in stack if frame.filename == path]
-        pulse.touch()  # it has joined, if it has come this far
         state = {"how": how, "line": (lines or [0])[-1], "error": error, "said": said.getvalue()}
         if not file.exists():
             file.write_text(json.dumps(state | {"seen": seen() if how == ENDED else {}}))
+        if how == ENDED:
+            pulse.touch()  # as one that has joined, even if it was so fast that nobody saw it
         if how == WAITS:
             time.sleep(2)  # if this rank ended now, others would no longer stand where they stood
 

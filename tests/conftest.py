@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-LONG, NIGHTLY = "long", "nightly"
+TIERS = "long", "nightly"  # the ends of the names of files; all other tests are quick
 HERE = Path(__file__).parent
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -19,30 +19,38 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def pytest_addoption(parser):
-    every = "run the long tests as well, and a tenth of the nightly ones"
+    every = "run the quick and the long tests and a tenth of the nightly ones"
     parser.addoption("--all", action="store_true", help=every)
-    parser.addoption("--nightly", action="store_true", help="run all tests")
-    seed = "another seed, another tenth of the nightly tests"
+    parser.addoption("--nightly", action="store_true", help="run all tests of all tiers")
+    seed = "any text: it decides which tenth of the nightly tests --all runs (the date)"
     parser.addoption("--seed", default=str(date.today()), help=seed)
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One for each core: a test waits half of its time, and has two processes otherwise."""
+    """As many as there are cores: a test waits half of its time, and else has two processes."""
     return max(2, min(len(os.sched_getaffinity(0)), 8))
 
 
+def pytest_itemcollected(item):
+    """Mark each test with its tier, for -m."""
+    tier = item.path.stem.rpartition("_")[2]
+    if tier in TIERS:
+        item.add_marker(tier)
+
+
 def wanted(item):
-    """Whether the options ask for a test of this tier."""
+    """Return whether the options ask for a test of this tier."""
     option = item.config.getoption
-    if item.get_closest_marker(NIGHTLY):
+    if item.get_closest_marker("nightly"):
         drawn = zlib.crc32(f"{option('seed')} {item.nodeid}".encode()) % 10 == 0
         return option("nightly") or (option("all") and drawn)
-    return option("nightly") or option("all") or not item.get_closest_marker(LONG)
+    return option("nightly") or option("all") or not item.get_closest_marker("long")
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m
 def pytest_collection_modifyitems(config, items):
-    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    left_out = [item for item in items if not wanted(item)]
+    config.hook.pytest_deselected(items=left_out)
     items[:] = filter(wanted, items)
 
 
@@ -56,7 +64,9 @@ def pytest_report_header(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test marked `exclusive` measures time: while it runs, no other does, in any process."""
+    """A test marked `exclusive` measures time: while it runs, no other does, in any process.
+
+    The two files serve as locks, which all processes of this checkout know."""
     exclusive = item.get_closest_marker("exclusive")
     with open(HERE / "launch.py") as turnstile, open(__file__) as running:
         fcntl.flock(turnstile, fcntl.LOCK_EX)  # so that one that waits to be exclusive is next

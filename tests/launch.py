@@ -1,5 +1,6 @@
 """How the tests start the scripts: as a reader does, with a time limit, leaving nothing behind."""
 
+import math
 import multiprocessing
 import os
 import re
@@ -61,8 +62,10 @@ def torchrun(script, *args, nproc=2, options=("--standalone",)):
 
 
 class Forked(list):
-    """The command `python script args`, which `start` does not give to a new Python: it forks
-    `nproc` ranks from a process that has imported what a real run needs."""
+    """The command `python script args`, for which `start` needs no new Python: it forks `nproc`
+    ranks from a process that has imported what a real run needs.
+
+    Unlike torchrun, nobody ends the other ranks when one has failed."""
 
     def __init__(self, command, nproc):
         super().__init__(command)
@@ -102,9 +105,9 @@ class ForkedJob:
         return None if None in statuses else next(filter(None, statuses), 0)
 
     def wait(self, seconds=None):
-        limit = None if seconds is None else time.monotonic() + seconds
+        limit = time.monotonic() + (math.inf if seconds is None else seconds)
         for rank in self.ranks:
-            rank.join(limit and max(0, limit - time.monotonic()))
+            rank.join(min(max(0, limit - time.monotonic()), 10**6))
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.ranks[0].name, seconds)
         return self.returncode
@@ -125,7 +128,8 @@ def _run(argv, env, cwd, log):
     os.environ.clear()
     os.environ.update(env)
     enter(cwd, log)
-    sys.path[:0] = [str(Path(argv[0]).parent.resolve()), *env.get("PYTHONPATH", "").split(":")]
+    more = filter(None, env.get("PYTHONPATH", "").split(":"))
+    sys.path[:0] = [str(Path(argv[0]).parent.resolve()), *more]
     sys.argv = argv
     runpy.run_path(argv[0], run_name="__main__")
 
@@ -140,8 +144,8 @@ def agent(endpoint, *args, nproc=1, nnodes=2, options=(), script=MULTINODE):
 def start(command, cwd=".", **env):
     """Start `command` with stdout and stderr in `output` (one file, as in a log) in `cwd`."""
     Path(cwd).mkdir(exist_ok=True)
-    on_a_gpu = (os.environ | env).get("CUDA_VISIBLE_DEVICES") != ""
-    if isinstance(command, Forked) and on_a_gpu:  # which no forked process can open
+    sees_gpus = (os.environ | env).get("CUDA_VISIBLE_DEVICES") != ""
+    if isinstance(command, Forked) and sees_gpus:  # a forked process could not use them
         command = command if command.nproc == 1 else torchrun(*command[1:], nproc=command.nproc)
     elif isinstance(command, Forked):
         log = Path(cwd).resolve() / f"output-{len(list(Path(cwd).glob('output-*')))}.log"

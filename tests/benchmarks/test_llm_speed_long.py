@@ -3,10 +3,6 @@
 import re
 
 import launch
-import pytest
-
-pytestmark = pytest.mark.long
-
 
 BENCHMARK = """
 import sys

@@ -6,8 +6,6 @@ import launch
 import peers
 import pytest
 
-pytestmark = pytest.mark.long
-
 PEERS = str(launch.ROOT / "benchmarks" / "peers.py")
 ONE_ROW = """
 import sys

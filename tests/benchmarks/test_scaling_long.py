@@ -7,9 +7,6 @@ import launch
 import pytest
 import scaling
 
-pytestmark = pytest.mark.long
-
-
 SCALING = str(launch.ROOT / "benchmarks" / "scaling.py")
 
 

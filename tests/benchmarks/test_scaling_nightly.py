@@ -5,8 +5,6 @@ import pytest
 from hosts import Network, needs_namespaces
 from test_scaling_long import SCALING, measured
 
-pytestmark = pytest.mark.nightly
-
 
 def not_as_predicted(hosts, *args, buckets, **env):
     """Which steps with so many buckets are 5 % off the prediction, and what was printed."""

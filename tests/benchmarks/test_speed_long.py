@@ -3,10 +3,6 @@
 import re
 
 import launch
-import pytest
-
-pytestmark = pytest.mark.long
-
 
 ROWS = [
     "data   1000 samples/s, single_gpu.py : bare loop",

@@ -5,9 +5,6 @@ import re
 import launch
 import pytest
 
-pytestmark = pytest.mark.long
-
-
 TINY = """
 import sys
 sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]

@@ -5,9 +5,6 @@ import re
 import launch
 import pytest
 
-pytestmark = pytest.mark.long
-
-
 BENCHMARK = """
 import sys
 sys.path.insert(0, {folder!r})

@@ -19,8 +19,6 @@ from test_check_cluster import (
     the_error,
 )
 
-pytestmark = pytest.mark.long
-
 
 def check(endpoint, *options, nproc=1):
     """The command for one of two machines, as its documentation gives it."""

@@ -12,9 +12,6 @@ import pytest
 from launch import ROOT, copy_scripts, run
 from test_container import instructions
 
-pytestmark = pytest.mark.long
-
-
 # As `docker run --user` does: a user that the system does not know. It may read all that root may,
 # as pytest's folders and perhaps Python itself are root's alone, but it can write in its own only.
 STRANGER = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]

@@ -4,9 +4,6 @@ import faults
 import pytest
 from hosts import needs_namespaces
 
-pytestmark = pytest.mark.long
-
-
 FIXED = [
     ("multigpu_torchrun.py", "SIGKILL of rank 0 in a save"),
     ("multinode.py", "SIGKILL of every process of a host in a save"),

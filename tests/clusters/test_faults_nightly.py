@@ -4,8 +4,6 @@ import pytest
 from hosts import needs_namespaces
 from test_faults_long import FIXED, assert_nothing_is_lost
 
-pytestmark = pytest.mark.nightly
-
 MORE = [
     ("multigpu_torchrun.py", "SIGUSR1 to the launcher, once"),
     ("multigpu_torchrun.py", "SIGSTOP of a rank, for good"),

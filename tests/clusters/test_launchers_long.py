@@ -12,8 +12,6 @@ import torch
 from launch import CHECK, LLM, MULTI, MULTINODE, SINGLE, TORCHRUN_SCRIPT, free_port, python, run
 from test_launchers import EACH, FOREIGN, refused
 
-pytestmark = pytest.mark.long
-
 
 @EACH
 def test_check_cluster_never_says_ok_for_a_part(tmp_path, env, cure):

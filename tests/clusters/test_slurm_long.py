@@ -13,7 +13,7 @@ from test_check_cluster import table
 
 from exercises import __main__ as exercises
 
-pytestmark = [pytest.mark.long, needs_namespaces, needs_slurm]
+pytestmark = [needs_namespaces, needs_slurm]
 
 TORCHRUN, SRUN, SINGLE_NODE = (
     f"{name}.sbatch" for name in ("multinode_torchrun", "multinode_srun", "single_node")

@@ -14,7 +14,7 @@ from llm_runs import metrics
 
 from translation.grammar import default_pairs
 
-pytestmark = [pytest.mark.long, needs_namespaces]
+pytestmark = needs_namespaces
 
 
 @pytest.fixture

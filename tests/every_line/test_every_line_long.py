@@ -9,8 +9,6 @@ from exercises.checks import MAY_CRASH, MAY_HANG, ends_in_an_error
 from exercises.ranks import LATE
 from exercises.ways import with_snapshots_of_two_jobs
 
-pytestmark = pytest.mark.long
-
 
 def ways(script):
     """For each way in which the proofs have the script run, the checks that look at that run."""

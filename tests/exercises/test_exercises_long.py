@@ -12,8 +12,6 @@ from exercises import __main__ as cli
 from exercises.exercise import edited, first_complaint
 from exercises.ranks import ROOT
 
-pytestmark = pytest.mark.long
-
 
 def judged(exercise, text, folder):
     """What the check says of a reader's file, within its time."""

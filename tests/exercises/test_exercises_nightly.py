@@ -6,8 +6,6 @@ from test_exercises_long import judged
 
 from exercises.exercise import edited
 
-pytestmark = pytest.mark.nightly
-
 
 @pytest.mark.parametrize(
     "exercise, cure, says",

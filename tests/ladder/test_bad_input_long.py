@@ -10,9 +10,6 @@ from test_bad_input import (
     assert_told_once,
 )
 
-pytestmark = pytest.mark.long
-
-
 ONE_GPU = """
 import plumbing
 import {script} as script

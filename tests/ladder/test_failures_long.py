@@ -14,9 +14,6 @@ from test_failures import (
     assert_processes_end_with_torchrun,
 )
 
-pytestmark = pytest.mark.long
-
-
 ALL_SCRIPTS_IN_ONE_PROCESS = """
 import sys
 from pathlib import Path

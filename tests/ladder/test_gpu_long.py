@@ -23,9 +23,6 @@ from launch import (
 )
 from test_gpu import EPOCH, lines
 
-pytestmark = pytest.mark.long
-
-
 ON_TWO_GPUS = pytest.mark.parametrize(
     "command",
     [python(MULTI, 10**6, 10**6), torchrun(TORCHRUN_SCRIPT, 10**6, 10**6, nproc="gpu")],

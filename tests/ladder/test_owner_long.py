@@ -5,10 +5,7 @@ import re
 import signal
 
 import launch
-import pytest
 from launch import TORCHRUN_SCRIPT, start, torchrun, wait_for
-
-pytestmark = pytest.mark.long
 
 
 def test_the_second_job_is_refused_and_the_first_trains_on(tmp_path):

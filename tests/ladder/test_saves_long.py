@@ -12,8 +12,6 @@ from launch import (
 )
 from test_saves import NAN_DATA, assert_diverged, assert_small_batch_diverges
 
-pytestmark = pytest.mark.long
-
 
 def test_a_small_batch_diverges_in_several_processes(saved):
     assert_small_batch_diverges(MULTI, saved)

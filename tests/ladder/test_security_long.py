@@ -10,8 +10,6 @@ from security import (
     written_outside,
 )
 
-pytestmark = pytest.mark.long
-
 
 @needs_namespaces
 @pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, MULTINODE], ids=["torchrun", "multinode"])

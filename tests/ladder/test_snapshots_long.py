@@ -7,8 +7,6 @@ import pytest
 import torch
 from test_snapshots import CPU, assert_same, load, losses, saves
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

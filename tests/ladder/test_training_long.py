@@ -27,8 +27,6 @@ from test_training import (
     trained,
 )
 
-pytestmark = pytest.mark.long
-
 
 def test_without_arguments_and_then_with_hyphens(tmp_path):
     """No argument means `50 10`; a finished job goes on when it is given more epochs."""

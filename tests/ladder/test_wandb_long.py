@@ -19,8 +19,6 @@ from test_wandb import (
 )
 from wandb_files import QUIET, read_runs
 
-pytestmark = pytest.mark.long
-
 
 @pytest.mark.parametrize("script", [launch.SINGLE, launch.MULTI], ids=["single", "multi"])
 def test_one_run_of_a_job(tmp_path, script):

@@ -5,7 +5,7 @@ import sys
 import launch
 import pytest
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("alone")]
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 TOKENISE = """

@@ -19,8 +19,6 @@ from security import (
     written_outside,
 )
 
-pytestmark = pytest.mark.long
-
 
 class RunsCode:
     """Unpickled, it makes a file of the name `ran`."""

@@ -2,14 +2,11 @@
 
 import math
 
-import pytest
 import torch
 import transformers
 from test_model import load, sees_the_future, tiny, train
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-pytestmark = pytest.mark.long
 
 
 def test_every_causal_model_of_transformers(tmp_path):

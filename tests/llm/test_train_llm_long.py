@@ -12,8 +12,6 @@ from llm_runs import LONG, llm, metrics, newest
 from test_train_llm import TEXT
 from transformers import AutoModelForCausalLM
 
-pytestmark = pytest.mark.long
-
 
 def test_finetuning_command(local, tmp_path):
     """The second named command starts from the weights in the folder and goes on from there."""

@@ -12,9 +12,6 @@ import pytest
 from launch import start_typed, wait_for
 from test_hangs import PAGE, PROGRAMS, SHOWN
 
-pytestmark = pytest.mark.long
-
-
 # torchrun lets the second rank speak, too, before it ends it, and no line has parts of both.
 OPTIONS = "--standalone --monitor-interval=1 --tee 3"
 

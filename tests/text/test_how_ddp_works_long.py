@@ -5,10 +5,7 @@ import socket
 
 import launch
 import pictures
-import pytest
 from test_how_ddp_works import DRAWN, texts
-
-pytestmark = pytest.mark.long
 
 
 def is_open(port):

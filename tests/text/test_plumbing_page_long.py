@@ -10,8 +10,6 @@ from test_plumbing_page import LADDER, without_plumbing
 
 from datautils import MyTrainDataset, build_model
 
-pytestmark = pytest.mark.long
-
 
 @pytest.mark.parametrize("script", LADDER)
 def test_a_script_trains_without_plumbing(tmp_path, script):

@@ -11,8 +11,6 @@ import pytest
 from launch import ROOT, alive, copy_scripts, finish, pids, start_typed
 from test_text import DOCUMENTS, README
 
-pytestmark = pytest.mark.long
-
 
 def blocks(document):
     """The code blocks of a Markdown file as pairs (language, text), in order."""

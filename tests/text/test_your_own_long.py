@@ -41,9 +41,6 @@ from torch.utils.data import DataLoader
 
 from datautils import MyTrainDataset, build_model
 
-pytestmark = pytest.mark.long
-
-
 SAVE = "plumbing.save_atomically(snapshot, self.snapshot_path)"
 
 

@@ -12,9 +12,6 @@ from llm_runs import FIRST, llm, metrics
 from test_another_run import go_on
 from transformers import AutoModelForCausalLM, GPT2Config
 
-pytestmark = pytest.mark.long
-
-
 REFUSED = {
     "seed": (["--seed", 1], "seed is 0 there, 1 here"),
     "global batch": (["--global-batch-size", 8], "global batch size is 4 there, 8 here"),

@@ -8,9 +8,6 @@ import torch
 from launch import LLM
 from llm_runs import LONG, llm, llm_by_torchrun, metrics, newest
 
-pytestmark = pytest.mark.long
-
-
 OUT_OF_MEMORY = """
 import sys
 sys.path.insert(0, {root!r})

@@ -12,8 +12,6 @@ from launch import LLM
 from llm_runs import llm, metrics
 from test_metrics import SHORT, assert_trains, trained
 
-pytestmark = pytest.mark.long
-
 
 @pytest.mark.parametrize("where", [">&- 2>&-", "> /dev/full 2>&1", "2>/dev/full | head -n 1"])
 def test_nobody_can_read(local, tmp_path, where):

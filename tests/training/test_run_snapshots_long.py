@@ -13,8 +13,6 @@ import torch
 from launch import LLM, wait_for
 from llm_runs import LONG, llm, metrics, newest
 
-pytestmark = pytest.mark.long
-
 
 def test_resumed_on_other_numbers_of_ranks(local, tmp_path):
     """From two ranks to one and to three, in mid-epoch: each step as if it had been on one."""

@@ -11,8 +11,6 @@ from launch import gone, wait_for
 from llm_runs import LONG, llm, llm_by_torchrun, metrics
 from wandb_files import QUIET, read_runs
 
-pytestmark = pytest.mark.long
-
 
 def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     """Without a launcher the status says the signal, as a shell would: 128 + 10."""

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from llm.model import load_tokenizer
 from training.sampler import StepSampler
 
-pytestmark = pytest.mark.long
-
 
 @pytest.fixture
 def oracle(local, tmp_path):

@@ -9,8 +9,6 @@ from torch import nn
 
 from translation.model import loss_sum
 
-pytestmark = pytest.mark.long
-
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="on a CPU, it needs a C++ compiler")
 def test_it_is_compiled_once_for_all_lengths():

@@ -12,8 +12,6 @@ from launch import wait_for
 from llm_runs import metrics
 from test_train_translation import SCRIPT, translation
 
-pytestmark = pytest.mark.long
-
 
 def newest(folder="weights"):
     """The newest snapshot, without the names of this save and its run."""
