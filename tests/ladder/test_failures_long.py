@@ -45,11 +45,15 @@ def test_a_rank_that_is_killed_or_leaves_ends_the_job(tmp_path, monkeypatch, fai
 
 
 def test_an_error_in_a_process_of_multigpu_ends_the_others(multigpu):
-    """The parent ends with exit status 1 and shows the traceback of the process that failed."""
+    """The parent ends with exit status 1 and shows the traceback of the process that failed.
+
+    Rank 0 is slow here. Otherwise, on a busy machine, the parent may see first that it has failed
+    too, since its partner is gone, and mp.spawn shows one traceback only."""
     start, end = multigpu
     failure = "plumbing.report(epoch, loss, 1 / (1 - self.rank) and self.train_data, self.device)"
     report = "plumbing.report(epoch, loss, self.train_data, self.device)"
-    status, output = end(start(launch.edited(launch.MULTI, "own.py", (report, failure))), 60)
+    slow = f"{failure}\n        plumbing.time.sleep(5)"
+    status, output = end(start(launch.edited(launch.MULTI, "own.py", (report, slow))), 60)
     assert status == 1, output
     assert output.rstrip().endswith("ZeroDivisionError: division by zero") and failure in output
 
