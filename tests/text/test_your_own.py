@@ -54,7 +54,6 @@ ON_TOP_OF = {"The best model": "A validation loss"}
 DATA, MODEL = "MyTrainDataset(2048)", "build_model()"
 
 
-IMPORT = "from datautils import MyTrainDataset, build_model, collate\n"
 
 
 def applied(diff, source):
