@@ -54,8 +54,6 @@ ON_TOP_OF = {"The best model": "A validation loss"}
 DATA, MODEL = "MyTrainDataset(2048)", "build_model()"
 
 
-
-
 def applied(diff, source):
     """`source` with the change: what a hunk keeps and removes has to stand there in one place."""
     lines, position = source.splitlines(), 0
