@@ -15,7 +15,6 @@ itself exits with 1 in place of 2.)
 import argparse
 import errno
 import json
-import launchers
 import logging
 import os
 import re
@@ -37,13 +36,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from plumbing import devices, launch, streams
+
 HOST = socket.gethostname()
 MIB = 2**20
 
 
 def give_up(problem: str):
     """Tell the problem in one line and end this process with exit status 2."""
-    if launchers.number_here() > 0:
+    if launch.number_here() > 0:
         time.sleep(5)  # local rank 0 tells it for all; then the launcher ends those who wait
     print(f"ERROR: {problem}", file=sys.stderr, flush=True)
     leave()
@@ -225,18 +226,18 @@ def name_problem(backend: str) -> str | None:
 # ---- First part: what torchrun would only wait for ------------------------------------------
 
 
-def launch(options: list[str], own_options: list[str], wait: int):
+def start_torchrun(options: list[str], own_options: list[str], wait: int):
     """Try the endpoint, then start this file by torchrun with its `options`."""
     if not options and not any(name.startswith("PET_") for name in os.environ):
-        options = ["--standalone", f"--nproc_per_node={launchers.count_gpus() or 2}"]
+        options = ["--standalone", f"--nproc_per_node={devices.count_gpus() or 2}"]
     parser = torchrun.get_args_parser()
     parser.usage = argparse.SUPPRESS
     args = parser.parse_args([*options, __file__])
     args.training_script, args.training_script_args = os.path.abspath(__file__), own_options
     args.max_restarts = 0  # what is wrong is told once
     alone = args.nnodes in ("1", "1:1")
-    if alone and launchers.one_of_several():
-        give_up(launchers.wrong_start())  # or each would say OK for itself
+    if alone and launch.one_of_several():
+        give_up(launch.wrong_start())  # or each would say OK for itself
     if not (alone or args.rdzv_endpoint) and is_loopback(args.master_addr):
         meet = "--rdzv-backend=c10d --rdzv-id=456 --rdzv-endpoint=ADDRESS:29603"
         give_up(f"{args.nnodes} machines, but no address where they meet: give all the same {meet}")
@@ -321,10 +322,9 @@ def cpu_name() -> str:
         return os.uname().machine
 
 
-def choose_device(local_rank: int, local_world_size: int):
+def choose_device(local_rank: int):
     """This process's device, its name, its free memory in bytes, and what is wrong with it."""
-    gpus = launchers.count_gpus()
-    if gpus == 0:
+    if devices.count_gpus() == 0:
         problem = None
         drivers = [*Path("/proc/driver/nvidia/gpus").glob("*"), *Path("/dev").glob("kfd")]
         if drivers and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
@@ -334,18 +334,15 @@ def choose_device(local_rank: int, local_world_size: int):
                 " the build for that kind of GPU, and is the driver new enough for it?"
             )
         return torch.device("cpu"), cpu_name(), None, problem
-    device = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-    if local_rank >= gpus:
-        problem = f"{local_world_size} processes, but {gpus} GPUs on {HOST}: start one per GPU"
-        return device, "there is none", None, problem
+    device = devices.device_of(local_rank)
     tool = "amd-smi" if torch.version.hip else "nvidia-smi"
     try:
-        torch.accelerator.set_device_index(local_rank)
+        torch.accelerator.set_device_index(device)
         torch.zeros(1, device=device)
-        name = torch.get_device_module(device).get_device_name(local_rank)
+        name = torch.get_device_module(device).get_device_name(device)
     except Exception as error:
         problem = (
-            f"GPU {local_rank} of {HOST} cannot be used ({first_line(error)}):"
+            f"GPU {device.index} of {HOST} cannot be used ({first_line(error)}):"
             f" who uses it, and does the driver work? ({tool})"
         )
         return device, "?", None, problem
@@ -357,7 +354,7 @@ def choose_device(local_rank: int, local_world_size: int):
     if free < total / 2:
         used = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
         problem = (
-            f"GPU {local_rank} of {HOST} is busy: {used} are in use ({tool} shows by whom)."
+            f"GPU {device.index} of {HOST} is busy: {used} are in use ({tool} shows by whom)."
             " Wait, or leave it out with CUDA_VISIBLE_DEVICES"
         )
     return device, name, free, problem
@@ -514,8 +511,10 @@ def measure(nodes: list[int], device: torch.device, largest: int, wait: int):
 
 def compare(everyone: list, master_addr: str, port: int, backend: str) -> bool:
     """Print the table and what is wrong. Return whether all is well."""
-    rows, problems, of_names = zip(*everyone, strict=True)
-    if len({row["host"] for row in rows}) > 1:
+    rows, problems, of_names, gpus = zip(*everyone, strict=True)
+    hosts = [row["host"] for row in rows]
+    problems += (devices.shared_gpu(list(zip(hosts, gpus, strict=True))),)
+    if len({*hosts}) > 1:
         problems += of_names
     nodes = len({row["node"] for row in rows})
     print(f"Processes: {len(rows)} | Nodes: {nodes} | Backend: {backend}", end="")
@@ -529,11 +528,11 @@ def compare(everyone: list, master_addr: str, port: int, backend: str) -> bool:
 
 def check_process(wait: int, max_mib: int | None):
     """Compare this process with the others, and then talk with them."""
-    launchers.print_whole_lines()
-    if problem := launchers.wrong_start():
+    streams.print_whole_lines()
+    if problem := launch.wrong_start():
         give_up(problem)
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    rank, world_size, local_rank, local_world_size, port = (int(os.environ[n]) for n in names)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    rank, world_size, local_rank, port = (int(os.environ[n]) for n in names)
     master_addr = os.environ["MASTER_ADDR"]
     agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     listens = rank == 0 and not agent_listens
@@ -555,13 +554,14 @@ def check_process(wait: int, max_mib: int | None):
     # torchrun keeps one store for all its attempts.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
-    device, name, free, problem = choose_device(local_rank, local_world_size)
+    device, name, free, problem = choose_device(local_rank)
     backend = dist.get_default_backend_for_device(device)
     if trouble := interface_problem(backend):
         give_up(trouble)
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or rank - local_rank
     row = look_around(device, name, free) | {"node": int(node)}
-    everyone = gather(store, [row, problem, name_problem(backend)], 6 * wait)
+    gpu = None if problem else devices.name_of_gpu(device)
+    everyone = gather(store, [row, problem, name_problem(backend), gpu], 6 * wait)
     if rank == 0:
         well = compare(everyone, master_addr, port, backend)
         store.set("nodes", json.dumps([row["node"] for row, *_ in everyone] if well else None))
@@ -615,7 +615,7 @@ def main():
         check_process(wait, max_mib)
     else:
         own = [f"--wait={wait}"] + ([f"--max_mib={max_mib}"] if max_mib else [])
-        launch(others, own, wait)
+        start_torchrun(others, own, wait)
 
 
 if __name__ == "__main__":

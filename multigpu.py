@@ -3,8 +3,6 @@
 Run:  python multigpu.py 50 10
 """
 
-import plumbing  # first: it notes the parent of this process, to end when the parent does
-
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -13,18 +11,20 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from datautils import MyTrainDataset, build_model, collate
+import plumbing
+from datautils import MyTrainDataset, build_model
 
 
 def ddp_setup(rank: int, world_size: int, init_method: str) -> torch.device:
     """Join the process group and return the device that is this process's own."""
     local_rank = rank  # one machine: the two are the same
-    device, gpu = torch.device("cpu"), None  # gpu: for device_id, which takes no CPU
+    device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
-        device = gpu = torch.device(local_rank)  # local rank 0 takes GPU 0, 1 takes GPU 1
-        torch.accelerator.set_device_index(local_rank)  # or calls that name no GPU open GPU 0
+        # Local rank 0 takes GPU 0, 1 takes GPU 1. A process that sees one GPU only takes that one.
+        device = torch.device(local_rank % plumbing.count_gpus())  # an index alone means a GPU
+        torch.accelerator.set_device_index(device)  # otherwise calls without an index use GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
-    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size, device_id=gpu)
+    dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)
     return device
 
 
@@ -36,7 +36,7 @@ class Trainer:
         self.optimizer = optimizer
         self.device = device
         self.save_every = save_every
-        # Copies rank 0's weights to every rank. From here on backward() averages the gradients.
+        # Copies rank 0's weights to every rank. backward() will now average the gradients.
         self.model = DDP(self.model)
 
     def _run_batch(self, source, targets):
@@ -48,22 +48,22 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
+        self.model.train()  # because from_pretrained() returns models in eval mode
         sampler = self.train_data.sampler
-        sampler.set_epoch(epoch)  # another order in each epoch, the same one on all ranks
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
         # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
         torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
-        loss_sum, samples = 0.0, 0
-        for source, targets in plumbing.bar(self.train_data):
-            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
-            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
-            loss = self._run_batch(source, targets).float()  # a sum in bfloat16 would stop growing
-            loss_sum += loss * len(source)
-            samples += len(source)
-        totals = torch.tensor([loss_sum, samples], device=self.device)  # waits for the GPU
+        totals = torch.zeros(2, device=self.device)  # the sum of the losses, the number of samples
+        for source, targets in plumbing.progress_bar(self.train_data):
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss = self._run_batch(source, targets)
+            totals[0] += loss.float() * len(source)  # the product could overflow in float16
+            totals[1] += len(source)
         dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
-        loss = float(totals[0] / totals[1])
+        loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
         plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
-        plumbing.report(epoch, loss, self.train_data, self.device)
+        plumbing.report(epoch, loss, self.train_data)
 
     def _save_checkpoint(self, epoch):
         if self.rank != 0:
@@ -90,12 +90,10 @@ def load_train_objs(seed):
 
 
 def prepare_dataloader(dataset, batch_size, seed, device):
-    plumbing.all_exit_if_empty(dataset)
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
-        pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
+        pin_memory=device.type == "cuda",  # lets a copy to the GPU run beside the computation
         sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
     )
 
@@ -110,6 +108,7 @@ def main(rank, world_size, init_method, args):  # mp.spawn gives each process it
     device = ddp_setup(rank, world_size, init_method)
     plumbing.print_rank(device)
     dataset, model, optimizer = load_train_objs(args.seed)
+    plumbing.all_exit_if_unusable(dataset, model, optimizer)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
     plumbing.start_wandb(args)

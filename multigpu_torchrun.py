@@ -1,10 +1,9 @@
-"""Train on every GPU of one machine under torchrun, and go on from a snapshot after a failure.
+"""Train on every GPU of one machine under torchrun, and resume from a snapshot after a failure.
 
 Run:  torchrun --standalone --nproc_per_node=gpu multigpu_torchrun.py 50 10
 """
 
 import os
-import plumbing  # first: it notes the parent of this process, to end when the parent does
 from datetime import timedelta
 
 import torch
@@ -15,19 +14,21 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from datautils import MyTrainDataset, build_model, collate
+import plumbing
+from datautils import MyTrainDataset, build_model
 
 
 def ddp_setup(timeout: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    plumbing.require_torchrun()  # torchrun has set RANK, WORLD_SIZE, LOCAL_RANK and more
+    plumbing.require_torchrun()  # torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and more
     local_rank = int(os.environ["LOCAL_RANK"])
-    device, gpu = torch.device("cpu"), None  # gpu: for device_id, which takes no CPU
+    device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
-        device = gpu = torch.device(local_rank)  # local rank 0 takes GPU 0, 1 takes GPU 1
-        torch.accelerator.set_device_index(local_rank)  # or calls that name no GPU open GPU 0
+        # Local rank 0 takes GPU 0, 1 takes GPU 1. A process that sees one GPU only takes that one.
+        device = torch.device(local_rank % plumbing.count_gpus())  # an index alone means a GPU
+        torch.accelerator.set_device_index(device)  # otherwise calls without an index use GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
 
 
@@ -41,11 +42,10 @@ class Trainer:
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
-        self.wandb_id = os.urandom(4).hex()  # rank 0's identifies the job
+        self.job_id = plumbing.all_new_job_id()  # the same on all ranks
         self._load_snapshot()  # before DDP: the names in the file have no `module.`
-        # Copies rank 0's weights to every rank. From here on backward() averages the gradients.
+        # Copies rank 0's weights to every rank. backward() will now average the gradients.
         self.model = DDP(self.model)
-        plumbing.all_fix_bucket_order(self.model)  # optional: makes a resume equal to the last bit
 
     def _run_batch(self, source, targets):
         self.optimizer.zero_grad()
@@ -56,22 +56,22 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
+        self.model.train()  # because from_pretrained() returns models in eval mode
         sampler = self.train_data.sampler
-        sampler.set_epoch(epoch)  # another order in each epoch, the same one on all ranks
+        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
         # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
         torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
-        loss_sum, samples = 0.0, 0
-        for source, targets in plumbing.bar(self.train_data):
-            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
-            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
-            loss = self._run_batch(source, targets).float()  # a sum in bfloat16 would stop growing
-            loss_sum += loss * len(source)
-            samples += len(source)
-        totals = torch.tensor([loss_sum, samples], device=self.device)  # waits for the GPU
+        totals = torch.zeros(2, device=self.device)  # the sum of the losses, the number of samples
+        for source, targets in plumbing.progress_bar(self.train_data):
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss = self._run_batch(source, targets)
+            totals[0] += loss.float() * len(source)  # the product could overflow in float16
+            totals[1] += len(source)
         dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
-        loss = float(totals[0] / totals[1])
+        loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
         plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
-        plumbing.report(epoch, loss, self.train_data, self.device)
+        plumbing.report(epoch, loss, self.train_data)
 
     def _save_snapshot(self, epoch):
         if self.rank != 0:
@@ -80,16 +80,18 @@ class Trainer:
         snapshot = {  # a scheduler or a scaler belongs here too
             "model": weights,
             "optimizer": self.optimizer.state_dict(),
+            "optimizer_class": type(self.optimizer).__name__,
             "epochs_run": epoch + 1,
             "seed": self.train_data.sampler.seed,
             "sizes": (self.train_data.batch_size, dist.get_world_size()),
-            "wandb_id": self.wandb_id,
+            "job_id": self.job_id,
         }
         plumbing.save_atomically(snapshot, self.snapshot_path)
         print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")
 
     def _load_snapshot(self):
         snapshot = plumbing.all_read_snapshot(self.snapshot_path, self.model, self.optimizer)
+        plumbing.all_exit_if_disks_differ(snapshot)  # all ranks have to start from the same one
         if snapshot is not None:
             self._resume(snapshot)
 
@@ -99,7 +101,7 @@ class Trainer:
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.epochs_run = snapshot["epochs_run"]
         self.train_data.sampler.seed = snapshot["seed"]
-        self.wandb_id = snapshot["wandb_id"]
+        self.job_id = snapshot["job_id"]
 
     def train(self, total_epochs):
         if self.rank == 0:
@@ -121,12 +123,10 @@ def load_train_objs(seed):
 
 
 def prepare_dataloader(dataset, batch_size, seed, device):
-    plumbing.all_exit_if_empty(dataset)
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
-        pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
+        pin_memory=device.type == "cuda",  # lets a copy to the GPU run beside the computation
         sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
     )
 
@@ -143,9 +143,10 @@ def main(args):
     plumbing.print_rank(device)
     plumbing.all_exit_if_args_bad(args)
     dataset, model, optimizer = load_train_objs(args.seed)
+    plumbing.all_exit_if_unusable(dataset, model, optimizer)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)
-    plumbing.start_wandb(args, trainer.wandb_id)
+    plumbing.start_wandb(args, trainer.job_id)
     trainer.train(args.total_epochs)
     del trainer  # DDP has to go before the group that it talks through, or the exit may hang
     dist.destroy_process_group()

@@ -3,18 +3,16 @@
 Run:  python single_gpu.py 50 10
 """
 
-import plumbing  # first: it notes the parent of this process, to end when the parent does
-
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from datautils import MyTrainDataset, build_model, collate
+import plumbing
+from datautils import MyTrainDataset, build_model
 
 
 class Trainer:
     def __init__(self, model, train_data, optimizer, device, save_every):
-        self.rank = 0  # the number of this process; it is the only one
         self.model = model.to(device)
         self.train_data = train_data
         self.optimizer = optimizer
@@ -30,17 +28,17 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        loss_sum, samples = 0.0, 0
-        for source, targets in plumbing.bar(self.train_data):
-            source = source.to(self.device, non_blocking=self.train_data.pin_memory)
-            targets = targets.to(self.device, non_blocking=self.train_data.pin_memory)
-            loss = self._run_batch(source, targets).float()  # a sum in bfloat16 would stop growing
-            loss_sum += loss * len(source)
-            samples += len(source)
-        totals = torch.tensor([loss_sum, samples], device=self.device)  # waits for the GPU
-        loss = float(totals[0] / totals[1])
+        self.model.train()  # because from_pretrained() returns models in eval mode
+        totals = torch.zeros(2, device=self.device)  # the sum of the losses, the number of samples
+        for source, targets in plumbing.progress_bar(self.train_data):
+            source = source.to(self.device, non_blocking=True)
+            targets = targets.to(self.device, non_blocking=True)
+            loss = self._run_batch(source, targets)
+            totals[0] += loss.float() * len(source)  # the product could overflow in float16
+            totals[1] += len(source)
+        loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
         plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
-        plumbing.report(epoch, loss, self.train_data, self.device)
+        plumbing.report(epoch, loss, self.train_data)
 
     def _save_checkpoint(self, epoch):
         weights = self.model.state_dict()
@@ -63,12 +61,10 @@ def load_train_objs(seed):
 
 
 def prepare_dataloader(dataset, batch_size, seed, device):
-    plumbing.all_exit_if_empty(dataset)
     return DataLoader(
         dataset,
         batch_size=batch_size,
-        collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
-        pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
+        pin_memory=device.type == "cuda",  # lets a copy to the GPU run beside the computation
         shuffle=True,
         generator=torch.Generator().manual_seed(seed),  # the same order in every run
     )
@@ -83,6 +79,7 @@ def main(args):
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plumbing.print_rank(device)
     dataset, model, optimizer = load_train_objs(args.seed)
+    plumbing.all_exit_if_unusable(dataset, model, optimizer)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
     plumbing.start_wandb(args)

@@ -16,7 +16,6 @@ text file, JSON lines or parquet with a column of text, or a folder of such file
 
 import hashlib
 import math
-import plumbing  # before torch: it notes the parent of this process, to end with it
 import signal
 import sys
 from pathlib import Path
@@ -42,10 +41,12 @@ from llm.model import (
     longest,
     width,
 )
+from plumbing.agree import Refused, all_exit_if
+from plumbing.streams import print_whole_lines
 from training import options
 from training.job import all_patiently, explain
 from training.memory import exit_out_of_memory
-from training.metrics import all_start_wandb, print_patiently
+from training.metrics import all_start_wandb
 from training.optimizer import adamw
 from training.sampler import StepSampler
 from training.snapshots import Snapshots
@@ -228,12 +229,12 @@ def complete(args):
     """Fill in what follows from other options; raise a ValueError for what is wrong."""
     name = args.experiment_name
     if name in ("", "..") or name != Path(name).name:
-        plumbing.refuse(f"experiment-name: give the name of a folder, not {name!r}")
+        raise Refused(f"experiment-name: give the name of a folder, not {name!r}")
     args.folder = str(Path(args.save_dir) / name)
     if args.seq_length is not None and args.seq_length < 1:
-        plumbing.refuse(f"seq-length: at least 1, not {args.seq_length}")
+        raise Refused(f"seq-length: at least 1, not {args.seq_length}")
     if not args.dataset_name:
-        plumbing.refuse("dataset-name: give a name, not ''")
+        raise Refused("dataset-name: give a name, not ''")
     if args.tokenizer_name is None:
         model = Path(args.model_name)
         args.tokenizer_name = str(model.parent) if model.is_file() else args.model_name
@@ -258,7 +259,7 @@ def build_trainer(args) -> LanguageModelTrainer:
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
-    print_patiently()
+    print_whole_lines()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     hub_logging.set_verbosity_error()
@@ -270,7 +271,7 @@ def main(args):
         exit_out_of_memory(error, args)  # and never returns
     folder, held_out, device = trainer.snapshots.folder, trainer.held_out, trainer.device
     del trainer  # DDP has to go before the group that it talks through
-    plumbing.all_exit_if(problem)
+    all_exit_if(problem)
     if not stop and dist.get_rank() == 0:
         try:
             sample(folder / "final", held_out, device, args.seed)

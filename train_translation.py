@@ -14,7 +14,6 @@ languages as columns), or one of the Hugging Face hub, such as Helsinki-NLP/opus
 
 import hashlib
 import json
-import plumbing  # before torch: it notes the parent of this process, to end with it
 import signal
 import sys
 from pathlib import Path
@@ -26,10 +25,13 @@ from tokenizers import Tokenizer
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
+from plumbing.agree import Refused, all_exit_if
+from plumbing.devices import count_gpus
+from plumbing.streams import print_whole_lines
 from training import options
 from training.job import all_patiently, explain
 from training.memory import exit_out_of_memory
-from training.metrics import all_start_wandb, print_patiently
+from training.metrics import all_start_wandb
 from training.optimizer import adamw
 from training.snapshots import Snapshots
 from training.trainer import Trainer
@@ -209,14 +211,14 @@ def translate(args):
     """Print the translation of args.translate by the best model."""
     folder = Path(args.folder) / "best"
     problem = f"model-folder: there is no {folder / 'model.pt'}: train first"
-    plumbing.all_exit_if(None if (folder / "model.pt").exists() else problem)
+    all_exit_if(None if (folder / "model.pt").exists() else problem)
     try:
         model = Transformer(**json.loads((folder / "sizes.json").read_text()))
         model.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
         files = (str(folder / f"{name}.json") for name in ("source", "target"))
         source, target = map(Tokenizer.from_file, files)
     except Exception as error:  # each of the three libraries has its own
-        plumbing.all_exit_if(f"model-folder: {folder} is damaged ({explain(error)}): train again")
+        all_exit_if(f"model-folder: {folder} is damaged ({explain(error)}): train again")
     model.eval()
     tokens = torch.tensor([[SOS, *source.encode(args.translate).ids, EOS]])
     tokens = beam(model, tokens, SOS, EOS, args.seq_len, args.beam)  # one beam is greedy
@@ -257,7 +259,7 @@ def parse_args():
 
 def complete(args):
     """Fill in what follows from other options; raise a ValueError for what is wrong."""
-    small = plumbing.count_gpus() == 0
+    small = count_gpus() == 0
     args.preset = [name for name in SIZES if getattr(args, name) is None]
     for name in args.preset:
         setattr(args, name, (SMALL if small else SIZES)[name])
@@ -273,11 +275,11 @@ def complete(args):
         "num_decode",
     ):
         if getattr(args, name) < 1:
-            plumbing.refuse(f"{name.replace('_', '-')}: at least 1, not {getattr(args, name)}")
+            raise Refused(f"{name.replace('_', '-')}: at least 1, not {getattr(args, name)}")
     if args.d_model % 2 or args.d_model % args.heads:
-        plumbing.refuse(f"d-model: a multiple of 2 and of heads ({args.heads}), not {args.d_model}")
+        raise Refused(f"d-model: a multiple of 2 and of heads ({args.heads}), not {args.d_model}")
     if not 0 <= args.label_smoothing < 1:
-        plumbing.refuse(f"label-smoothing: from 0 to 1, not {args.label_smoothing}")
+        raise Refused(f"label-smoothing: from 0 to 1, not {args.label_smoothing}")
 
 
 def build_trainer(args) -> TranslationTrainer:
@@ -308,7 +310,7 @@ def digest_of(*datasets):
 
 
 def print_configuration(args, model, train_set, held_out):
-    if args.preset and plumbing.count_gpus() == 0:
+    if args.preset and count_gpus() == 0:
         print(f"There is no GPU, so a small preset for: {', '.join(args.preset)}")
     print("Configuration: " + ", ".join(f"{name} {value}" for name, value in vars(args).items()))
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -326,7 +328,7 @@ def print_configuration(args, model, train_set, held_out):
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
-    print_patiently()
+    print_whole_lines()
     if getattr(args, "translate", None) is not None:
         return translate(args)
     try:
@@ -336,7 +338,7 @@ def main(args):
     except torch.OutOfMemoryError as error:
         exit_out_of_memory(error, args)  # and never returns
     del trainer  # DDP has to go before the group that it talks through
-    plumbing.all_exit_if(problem)
+    all_exit_if(problem)
     dist.destroy_process_group()
     sys.exit(128 + stop if stop else 0)  # as a shell says that a signal ended a process
 

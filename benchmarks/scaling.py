@@ -41,9 +41,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from launchers import count_gpus
-
 from check_cluster import seconds_per_all_reduce
+from plumbing.devices import count_gpus
 
 ACCUMULATIONS, BUCKETS, ROUNDS = (1, 4), (1, 4), 4
 NODES = [2**power for power in range(11)]

@@ -35,8 +35,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from plumbing import count_gpus
-
+from plumbing.devices import count_gpus
 from single_gpu import Trainer, load_train_objs, prepare_dataloader
 
 ROOT = Path(__file__).resolve().parent.parent

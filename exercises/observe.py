@@ -4,17 +4,18 @@ checks.py starts it, by `ranks.quickly`. What the script has is not replaced, on
 """
 
 import gc
-import launchers
 import os
-import plumbing
 import runpy
 import sys
 from pathlib import Path
 
+import launchers
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import plumbing
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 path = sys.argv.pop(1)

@@ -78,7 +78,6 @@ def process_of(function, *args, **options):
 def on_the_cpu():
     """Such a process has the environment of the first that was started so: mend it."""
     import launchers
-
     import torch
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,7 +1,6 @@
 """The check of `srun`: four ranks that seem to be on two hosts, and a real job if Slurm is here."""
 
 import json
-import launchers
 import os
 import platform
 import re
@@ -10,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+import launchers
 import torch.distributed as dist
 
 from exercises.workshop_looks import answer, commands, looked_at, run, what_went_wrong

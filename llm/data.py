@@ -1,11 +1,10 @@
 """Documents to tokens, once for all runs, and tokens to sequences."""
 
-import fcntl
 import hashlib
 import json
 import os
-import plumbing
 import sys
+import time
 import zlib
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from tqdm import tqdm
 
 from llm.documents import Documents, choose_files
 from llm.model import NO_TARGET
+from plumbing import agree, locks
 from training.job import all_patiently
 
 
@@ -139,16 +139,19 @@ def crc32(path: Path) -> int:
 @contextmanager
 def locked(folder: Path, waiting: str):
     """Be the only job in `folder`. Print the line `waiting` if there is another one."""
-    with open(folder / "lock", "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    path, owner = str(folder / "lock"), locks.name_of_owner()
+    try:
+        if locks.try_to_lock(path, owner):
             print(waiting)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            problem = f"no locks in {folder} ({error.strerror}): choose another --save-dir"
-            raise OSError(problem) from error
-        yield  # the lock goes with the open file, however this process ends
+            while locks.try_to_lock(path, owner):
+                time.sleep(0.2)
+    except OSError as error:
+        problem = f"no locks in {folder} ({error.strerror}): choose another --save-dir"
+        raise OSError(problem) from error
+    try:
+        yield
+    finally:
+        locks.unlock(path)
 
 
 class TokenDataset(Dataset):
@@ -200,7 +203,7 @@ def all_load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]
     elif count < 2:
         tokens = f"{args.dataset_name} has {about['tokens']} tokens"
         problem = f"seq-length: {tokens}, too few for two sequences of {args.seq_length}"
-    plumbing.all_exit_if(problem)
+    agree.all_exit_if(problem)
     # One sequence in twenty is held out, at most 1024: the same ones in all runs, for any seed.
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     size = min(max(count // 20, 1), 1024)

@@ -1,13 +1,13 @@
 """Which CPU cores a process keeps to: those nearest to its GPU, and so near to what feeds it."""
 
 import os
-import plumbing
 import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from plumbing import agree
 from training.job import explain
 
 
@@ -25,7 +25,7 @@ def all_bind_cpus(device: torch.device):
         torch.set_num_threads(min(torch.get_num_threads(), len(cpus)))
     except (AttributeError, OSError) as error:  # not on macOS, not with more processes than cores
         problem = f"bind-cpus: not on {socket.gethostname()}: {explain(error)}"
-    plumbing.all_exit_if(problem)
+    agree.all_exit_if(problem)
     print(f"Rank {rank} | {device} | Bound to CPUs {mask_of(cpus)}, of {mask_of(mine)}")
 
 

@@ -1,8 +1,6 @@
 """Who trains: the group of processes, and what takes hours on one of them."""
 
-import launchers
 import os
-import plumbing
 import textwrap
 import threading
 from concurrent.futures import Future, wait
@@ -10,6 +8,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from plumbing import agree, devices, launch, output, processes
 
 
 def ddp_setup(timeout: int) -> torch.device:
@@ -21,21 +21,20 @@ def ddp_setup(timeout: int) -> torch.device:
     """
     store = None
     # Any of these says that a launcher has started this process, or in a pod that torchrun shall.
-    names = (*launchers.LAUNCHER_SETS, "PET_NPROC_PER_NODE")
-    if not launchers.one_of_several() and not any(name in os.environ for name in names):
+    names = (*launch.LAUNCHER_SETS, "PET_NPROC_PER_NODE")
+    if not launch.one_of_several() and not any(name in os.environ for name in names):
         alone = ("0", "1", "0", "1", "localhost", "0")
-        os.environ.update(zip(launchers.LAUNCHER_SETS, alone, strict=True))
+        os.environ.update(zip(launch.LAUNCHER_SETS, alone, strict=True))
         store = dist.HashStore()  # nobody else has to find it
-    plumbing.require_torchrun()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device, gpu, backend = torch.device("cpu"), None, "gloo"
-    if plumbing.count_gpus() > 0:
-        device = gpu = torch.device(torch.accelerator.current_accelerator().type, local_rank)
-        torch.accelerator.set_device_index(local_rank)  # or calls that name no GPU open GPU 0
+    processes.require_torchrun()
+    device, gpu, backend = devices.device_of(int(os.environ["LOCAL_RANK"])), None, "gloo"
+    if device.type != "cpu":
+        gpu = device
+        torch.accelerator.set_device_index(device)  # otherwise calls without an index use GPU 0
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     alone = {"store": store, "rank": 0, "world_size": 1} if store else {}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu, **alone)
-    plumbing.print_rank(device)
+    output.print_rank(device)
     return device
 
 
@@ -69,7 +68,7 @@ def all_patiently(option: str, name: str, work, *args):
         busy, failed = counts.tolist()
         if failed or not busy:
             break
-    plumbing.all_exit_if(f"{option} {name}: {explain(error)}" if error else None)
+    agree.all_exit_if(f"{option} {name}: {explain(error)}" if error else None)
     return future.result()
 
 

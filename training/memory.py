@@ -1,16 +1,14 @@
 """What does not fit: a batch that is too large for a GPU, and what is no number."""
 
 import math
-import os
-import plumbing
 import signal
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from plumbing import agree
 from training.job import explain
 from training.signals import SIGNALS
 
@@ -79,6 +77,4 @@ def exit_out_of_memory(error: torch.OutOfMemoryError, args):
     elif args.fits:
         advice = f"--seq-length {args.seq_length // 2}"
     what = f"{size} sequences of {args.seq_length} tokens do not fit on rank {dist.get_rank()}"
-    print(f"ERROR: {what}: {explain(error)} Try {advice}", file=sys.stderr, flush=True)
-    plumbing.finish_wandb()
-    os._exit(2)  # the others wait for this process, so there is no orderly end
+    agree.exit_alone(f"{what}: {explain(error)} Try {advice}")

@@ -1,9 +1,6 @@
 """What a run tells: where its time goes, its lines, metrics.jsonl, loss.png and wandb."""
 
-import io
 import json
-import os
-import plumbing
 import resource
 import sys
 import time
@@ -14,6 +11,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from plumbing import output
 from training.job import all_patiently, explain
 
 PEAK_TFLOPS = {  # of dense bfloat16 matrix products, from the vendors' datasheets
@@ -122,8 +120,7 @@ class Log:
                 if self.wrote:
                     self.write(f"WARNING: {self.folder}/metrics.jsonl ends here: {explain(error)}")
                 self.wrote = False
-        with suppress(Exception):  # there may be no run
-            plumbing.wandb_run.log(metrics)
+        output.log_to_wandb(metrics)
 
     def close(self):
         """Draw the curves."""
@@ -184,43 +181,12 @@ def all_start_wandb(args, folder: Path, run_id: str):
 
 def start_wandb(args, folder: Path, run_id: str):
     rank = dist.get_rank()
-    try:
-        import wandb
-
-        plumbing.wandb_run = wandb.init(
-            project="ddp-ladder",
-            mode=args.wandb,
-            config={key: str(value) for key, value in vars(args).items()},
-            dir=folder,
-            name=f"{folder.name}-{rank}",
-            id=f"{run_id}-{rank}",
-            resume="allow",  # a job that goes on from a snapshot goes on in the same run
-            group=args.wandb_group,
-        )
-        for metrics in ("train/*", "validation/*", "time/*"):
-            plumbing.wandb_run.define_metric(metrics, step_metric="global_step")
-    except Exception as error:
-        print(f"Training goes on without wandb: {error}")
-
-
-class Patient(io.TextIOWrapper):
-    """A stream that nobody has to read: a closed pipe or a full disk ends no training."""
-
-    def write(self, text):
-        with suppress(OSError):
-            super().write(text)
-        return len(text)
-
-    def flush(self):
-        with suppress(OSError):
-            super().flush()
-
-
-def print_patiently():
-    """From here on no print fails, be the pipe closed, the disk full or the letter unknown."""
-    for name in ("stdout", "stderr"):
-        stream, kinds = getattr(sys, name), {"errors": "backslashreplace", "line_buffering": True}
-        if stream is None:  # it was closed before
-            setattr(sys, name, Patient(open(os.devnull, "wb"), **kinds))
-        else:
-            setattr(sys, name, Patient(stream.buffer, stream.encoding, **kinds))
+    output.begin_wandb_run(
+        dict.fromkeys(("train/*", "validation/*", "time/*"), "global_step"),
+        mode=args.wandb,
+        config={key: str(value) for key, value in vars(args).items()},
+        dir=folder,
+        name=f"{folder.name}-{rank}",
+        id=f"{run_id}-{rank}",  # a job that resumes continues the same runs
+        group=args.wandb_group,
+    )

@@ -2,15 +2,14 @@
 
 import argparse
 import math
-import plumbing
 import re
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
+from plumbing.agree import Refused
+from plumbing.arguments import all_exit_if_args_bad, cannot_write, refuse_usage
 from training.binding import all_bind_cpus
 from training.job import ddp_setup
 from training.sampler import all_exit_on_remainder
@@ -30,7 +29,7 @@ def make_parser(doc: str, **defaults: str) -> argparse.ArgumentParser:
     default |= {"ckpt_freq": "250", "wandb_group": "rank 0 only"} | defaults
     layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(description=doc, epilog="(Defaults in parentheses.)", **layout)
-    parser.error = plumbing.refuse_usage
+    parser.error = refuse_usage
     option = parser.add_argument
     batch = f"sequences in a pass of one process ({default['batch_size']})"
     option("--batch-size", type=int, default=8, help=batch)
@@ -100,19 +99,16 @@ def check(args: argparse.Namespace):
         given = getattr(args, name)
         limit = math.inf if isinstance(given, float) else 2**31
         if given is not None and not value <= given < limit:
-            plumbing.refuse(f"{name.replace('_', '-')}: at least {value}, not {given}")
-    try:
-        Path(args.folder).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.folder).close()  # better told now than at the first save
-    except OSError as error:
-        plumbing.refuse(f"cannot write in {args.folder} ({error.strerror}): choose another folder")
+            raise Refused(f"{name.replace('_', '-')}: at least {value}, not {given}")
+    if problem := cannot_write(args.folder, "choose another folder", make=True):
+        raise Refused(problem)
 
 
 def all_start(args: argparse.Namespace, paths: tuple[str, ...]) -> torch.device:
     """Join the group and see that all typed the same, but for `paths`; fill in what follows from
     the device, and return it."""
     device = ddp_setup(args.timeout)
-    plumbing.all_exit_if_args_bad(args, may_differ=paths)
+    all_exit_if_args_bad(args, may_differ=paths)
     all_exit_on_remainder(args)
     if args.bind_cpus:
         all_bind_cpus(device)

@@ -2,12 +2,13 @@
 
 import itertools
 import math
-import plumbing
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import Sampler
+
+from plumbing import agree
 
 
 class StepSampler(Sampler):
@@ -64,4 +65,4 @@ def all_exit_on_remainder(args):
         parts = f"{args.batch_size} in a batch x {dist.get_world_size()} processes"
         number = f"{args.global_batch_size} is not a multiple of {together} ({parts})"
         problem = f"global-batch-size: {number}: change one of them"
-    plumbing.all_exit_if(problem)
+    agree.all_exit_if(problem)

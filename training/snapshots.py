@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import plumbing
 import re
 import shutil
 import uuid
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from plumbing import agree, files, locks
 from training.job import explain
 
 ABOUT = {"steps_run", "seed", "global_batch_size", "best_loss", "wandb_id"}
@@ -50,7 +50,7 @@ class Snapshots:
     def all_lock(self):
         """Two jobs must not write in one folder. The end of the process opens the lock again."""
         busy = f"{self.option}: another job is writing in {self.folder}"
-        plumbing.all_own(str(self.folder / "lock"), busy, self.another)
+        locks.all_own(str(self.folder / "lock"), busy, self.another)
 
     def paths(self) -> list[Path]:
         """The snapshots on this machine, newest first."""
@@ -104,7 +104,7 @@ class Snapshots:
                 number = self.number_of(about["steps_run"])
                 path = self.folder / self.name.format(number)
                 path.parent.mkdir(exist_ok=True)
-                plumbing.save_atomically(tensors | about, str(path))
+                files.write_atomically(tensors | about, str(path))
                 older = [other for other in self.paths() if self.number(other) < number]
                 for old in [] if self.keep_all else older[1:]:
                     old.unlink()  # the last but one is kept, in case that the last is damaged
@@ -137,15 +137,15 @@ class Snapshots:
         paths, problem = self.paths(), None
         if asked == "none" and paths:
             problem = f"{self.resume}: {self.folder} has snapshots: {self.another}"
-        plumbing.all_exit_if(problem)
+        agree.all_exit_if(problem)
         if asked.isdecimal():
             paths = [path for path in paths if self.number(path) == int(asked)]
         snapshot, damaged = self._newest_whole(paths)
-        problem = snapshot and (refusal(snapshot) or misfit(tensors, snapshot))
+        problem = snapshot and (refusal(snapshot) or files.misfit(only(snapshot, tensors), tensors))
         problem = (
             problem and f"{self.folder} is of another run: {problem}: to keep it, {self.another}"
         )
-        plumbing.all_exit_if(problem)
+        agree.all_exit_if(problem)
         about = {key: snapshot[key] for key in snapshot if key not in tensors} if snapshot else None
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
         found = [None] * dist.get_world_size()
@@ -159,7 +159,7 @@ class Snapshots:
             problem = f"{self.resume}: there is no {self.name.format(int(asked))} in {self.folder}"
         elif len({about["wandb_id"] for about in abouts if about}) > 1:
             problem = f"{self.folder} is not of the same job on all machines: move the others away"
-        plumbing.all_exit_if(problem)
+        agree.all_exit_if(problem)
         if dist.get_rank() == 0:
             for line, _ in lines:
                 print(f"WARNING: {line}. Another one is used, and this one is renamed")
@@ -175,9 +175,9 @@ class Snapshots:
         damaged = {}
         for path in paths:
             try:
-                snapshot = plumbing.load_whole(str(path), ABOUT, mmap=True)
+                snapshot = files.load_whole(str(path), ABOUT)
                 return snapshot | {"number": self.number(path)}, damaged
-            except ValueError as error:
+            except agree.Refused as error:
                 problem, _, cure = str(error).partition(": ")
                 damaged[path] = f"{path} {problem}", f"{cure}, or {self.another}"
         return None, damaged
@@ -192,18 +192,9 @@ class Snapshots:
                     path.rename(path.with_suffix(".unused"))
 
 
-def misfit(tensors: dict, snapshot: dict, name: str = "") -> str | None:
-    """The first tensor that is missing in a snapshot or has another shape, in words, or None."""
-    for key, tensor in tensors.items():
-        there, place = snapshot.get(key), f"{name} {key}".strip()
-        if isinstance(tensor, dict):
-            problem = misfit(tensor, there if isinstance(there, dict) else {}, place)
-            if problem:
-                return problem
-        elif getattr(there, "shape", None) != tensor.shape:
-            shape = list(there.shape) if isinstance(there, torch.Tensor) else "missing"
-            return f"{place} is {shape} there, {list(tensor.shape)} here"
-    return None
+def only(snapshot: dict, tensors: dict) -> dict:
+    """Return the part of a snapshot that `tensors` names, without the plain values beside it."""
+    return {key: snapshot.get(key) for key in tensors}
 
 
 def all_fill(tensors: dict, snapshot: dict | None, source: int | None):
@@ -240,5 +231,5 @@ def all_compare(identity: dict, name: str) -> str:
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, (identity, name))
     told = next(filter(None, (differences(ranks[0][0], each) for each, _ in ranks)), "")
-    plumbing.all_exit_if(f"not the same on all machines: {told}" if told else None)
+    agree.all_exit_if(f"not the same on all machines: {told}" if told else None)
     return ranks[0][1]

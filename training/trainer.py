@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import plumbing
 import signal
 import time
 import uuid
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
+from training.buckets import all_fix_bucket_order
 from training.job import all_count_machines
 from training.memory import all_fit_batch_size, problem_with_gradients
 from training.metrics import Log, Stopwatch, line_of_step, memory_used, peak_flops
@@ -82,7 +82,7 @@ class Trainer:
         self.model.train()  # from_pretrained hands out a model in eval mode
         self.model.register_comm_hook(self.stopwatch, sum_gradients)
         self._fit_batch_size()
-        plumbing.all_fix_bucket_order(self.model)
+        all_fix_bucket_order(self.model)
         make_gradients(optimizer)
         self.log = Log(snapshots.folder, self.steps_run, self.total_steps)
         if self.rank == 0:

@@ -1,9 +1,9 @@
 """However people start it: what another launcher has set is read, and no process trains apart."""
 
-import launchers
 import uuid
 
 import launch
+import launchers
 import pytest
 import torch
 from launch import CHECK, SINGLE, python, run

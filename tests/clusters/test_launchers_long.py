@@ -1,12 +1,12 @@
 """Launchers that are really there, each with each script: refused as a part, or joined."""
 
-import launchers
 import re
 import shutil
 import signal
 import sys
 
 import launch
+import launchers
 import pytest
 import torch
 from launch import CHECK, LLM, MULTI, MULTINODE, SINGLE, TORCHRUN_SCRIPT, free_port, python, run

@@ -4,7 +4,6 @@ import importlib
 import io
 import os
 import pickle
-import plumbing
 import re
 import sys
 import zipfile
@@ -15,6 +14,8 @@ import launch
 import pytest
 import torch
 import torch.distributed as dist
+
+import plumbing
 
 SCRIPTS = ("single_gpu", "multigpu", "multigpu_torchrun", "multinode")
 

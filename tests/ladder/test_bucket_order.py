@@ -5,7 +5,6 @@ With three processes, since a sum of three numbers depends on their order; all i
 
 import copy
 import io
-import plumbing
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import multigpu
 import multigpu_torchrun
+import plumbing
 from datautils import MyTrainDataset
 
 CPU = torch.device("cpu")

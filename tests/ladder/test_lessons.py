@@ -1,11 +1,11 @@
 """A lesson is the difference between one script and the next. Here it is kept small and true."""
 
 import ast
-import launchers
 import re
 import subprocess
 from itertools import pairwise
 
+import launchers
 import pytest
 from launch import ROOT
 

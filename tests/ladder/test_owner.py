@@ -3,11 +3,12 @@
 import errno
 import fcntl
 import os
-import plumbing
 import socket
 from pathlib import Path
 
 import pytest
+
+import plumbing
 
 JOB = "process 1 of here, since 2026-11-29 12:00:00, 0f0f0f0f"
 

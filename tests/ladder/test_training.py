@@ -11,7 +11,6 @@ import io
 import itertools
 import os
 import pickle
-import plumbing
 import pty
 import re
 import select
@@ -50,6 +49,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import multigpu
 import multigpu_torchrun
+import plumbing
 import single_gpu
 from datautils import MyTrainDataset, build_model, collate
 

@@ -1,0 +1,113 @@
+"""The command line: read in one place, checked, and the same on all machines."""
+
+import argparse
+import os
+import tempfile
+
+from plumbing import agree, devices, launch
+from plumbing.agree import Refused
+
+HELP = {
+    "total_epochs": "epochs to train",
+    "save_every": "epochs from one save to the next",
+    "batch_size": "samples in a step of a process",
+    "seed": "fixes the initial weights and the order of samples",
+    "nproc": "processes, at most one per GPU",
+    "timeout": "seconds to wait for another rank, then fail",
+    "snapshot_path": "to save and resume",
+}
+
+
+def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
+    """Read the command line. A mistake ends the process.
+
+    Under torchrun it does not yet: a rank that ended alone would keep the ranks of other machines
+    waiting. There all_exit_if_args_bad prints the mistake and ends all.
+
+    doc: what --help shows. defaults: the options and their values.
+    """
+    parser = make_parser(doc, defaults)
+    by_torchrun = "timeout" in defaults  # only such a script has this option
+    try:
+        args = parser.parse_intermixed_args()
+        for name in defaults:
+            setattr(args, name, checked(name, str(getattr(args, name))))
+    except Refused as mistake:
+        if not by_torchrun:
+            parser.exit(2, f"{parser.prog}: error: {mistake}\n")
+        args = argparse.Namespace(**defaults, mistake=str(mistake))
+    if not by_torchrun:
+        agree.all_exit_if(launch.not_alone(spawns="nproc" in defaults))
+        agree.all_exit_if(cannot_write(os.getcwd(), "start it in a different folder"))
+    return args
+
+
+def make_parser(doc: str, defaults: dict) -> argparse.ArgumentParser:
+    layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    sizes = "(Defaults in parentheses.) Global batch size = batch_size * number of processes"
+    parser = argparse.ArgumentParser(description=doc, epilog=sizes, **layout)
+    parser.error = refuse_usage
+    for name in ("total_epochs", "save_every"):
+        parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help="as the option")
+    for name, default in defaults.items():
+        names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*names, default=default, help=f"{HELP[name]} ({default})")
+    modes = {"choices": ("disabled", "offline", "online"), "default": "disabled"}
+    parser.add_argument("--wandb", help="offline needs no account (disabled)", **modes)
+    return parser
+
+
+def refuse_usage(message: str):
+    """Raise what argparse would print, for ArgumentParser.error."""
+    if "--local-rank" in message:
+        message += ": that is of torch.distributed.launch: start with torchrun instead"
+    raise Refused(message)
+
+
+def checked(name: str, text: str) -> int | str:
+    """Return the value of an argument, or raise Refused, which says what is wrong with it."""
+    if name == "snapshot_path":
+        if not text:
+            raise Refused(f"{name}: give the path of a file, not ''")
+        folder = os.path.dirname(os.path.realpath(text) if os.path.islink(text) else text) or "."
+        if problem := cannot_write(folder, "choose another"):
+            raise Refused(f"{name}: {problem}")
+        return text
+    least = 0 if name == "seed" else 1
+    if not (text.isdecimal() and len(text) < 11 and least <= int(text) < 2**31):
+        raise Refused(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
+    if name == "nproc" and 0 < devices.count_gpus() < int(text):
+        gpus = f"{devices.count_gpus()}, the number of GPUs here"
+        raise Refused(f"{name}: give at most {gpus}, not {text}")
+    return int(text)
+
+
+def cannot_write(folder: str, cure: str, make: bool = False) -> str | None:
+    """Return why no file can be made in `folder`, or None. The first save would be too late.
+
+    make: whether to make a folder that does not exist.
+    """
+    try:
+        if make:
+            os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"cannot write in {folder} ({error.strerror}): {cure}"
+    return None
+
+
+def all_exit_if_args_bad(args: argparse.Namespace, may_differ: tuple = ("snapshot_path",)):
+    """End all ranks if an argument is wrong or not the same on all machines.
+
+    Each machine has its own command line. With different values the ranks would train apart.
+
+    may_differ: names of arguments that may have a different value on each machine.
+    """
+    agree.all_exit_if_gpu_shared()
+    agree.all_exit_if(vars(args).get("mistake"))
+    typed = agree.all_gather(vars(args))
+    different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
+    different = [key.replace("_", "-") for key in different if key not in may_differ]
+    agree.all_exit_if(
+        f"{', '.join(different)}: not the same on all machines" if different else None
+    )

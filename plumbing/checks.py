@@ -1,0 +1,52 @@
+"""What is checked before training and before each save: that it can be trained, and is finite."""
+
+import torch
+
+from plumbing import agree, files
+
+not_finite_at_start: set[str] | None = None  # names of buffers, once all_exit_if_unusable has run
+
+
+def all_exit_if_unusable(dataset, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    """End all ranks if there is nothing to train on, or if the optimizer could not be saved."""
+    global not_finite_at_start
+    not_finite_at_start = {name for name, buffer in model.named_buffers() if not is_finite(buffer)}
+    problem = files.cannot_be_read_back(optimizer.state_dict(), "optimizer.state_dict()")
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        problem = "the dataset has 0 samples, nothing to train on"
+    agree.all_exit_if(problem)
+
+
+def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
+    """End all ranks if training has diverged, because NaN must not be saved over good weights.
+
+    What has to be finite: the loss, the parameters that are trained, and the buffers that were
+    finite at the start. (A mask may hold minus infinity.)
+    """
+    if len(train_data) == 0:
+        sizes = f"{len(train_data.sampler)} samples for each process, batch size"
+        agree.all_exit_if(f"an epoch has no step: {sizes} {train_data.batch_size}", True)
+    name, problem = not_finite(loss, model), None
+    if name:
+        cure = "Lower the learning rate (the smaller the batch, the lower) or look at the data"
+        problem = f"training diverged, nothing is saved: {name} is not finite (loss {loss}). {cure}"
+    agree.all_exit_if(problem, in_training=True)
+
+
+def not_finite(loss: float, model: torch.nn.Module) -> str | None:
+    """Return the name of the first value that has to be finite and is not, or None."""
+    values = [("the loss", torch.tensor(loss))]
+    values += [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    if not_finite_at_start is not None:
+        buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
+        values += [(name, buffer) for name, buffer in buffers if name not in not_finite_at_start]
+    return next((plain_name(name) for name, value in values if not is_finite(value)), None)
+
+
+def plain_name(name: str) -> str:
+    """Return the name without what DDP and torch.compile add to it."""
+    return files.plain_name(name.removeprefix("module."))
+
+
+def is_finite(value: torch.Tensor) -> bool:
+    return bool(value.isfinite().all())

@@ -1,0 +1,102 @@
+"""A file has one owner: locks that the system takes back, however a process ends."""
+
+import fcntl
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from plumbing import agree, launch
+
+held = {}  # the open file of each path: the lock holds as long as the file is open
+TRIES_PER_SECOND = 5
+
+
+def close_in_child():
+    """Close the locks that a forked child inherits: it may outlive the process that owns them."""
+    for file in held.values():
+        file.close()
+    held.clear()
+
+
+os.register_at_fork(after_in_child=close_in_child)
+
+
+def try_to_lock(path: str, owner: str) -> str | None:
+    """Lock the file and write `owner` into it, or return what its other owner has written.
+
+    A file that contains `owner` already belongs to another process of the same job, which shares
+    the lock. Raises OSError where the file system has no locks.
+    """
+    file = held[path] = held.get(path) or open(path, "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = Path(path).read_text() or "a job that has not written its name"
+        return None if holder == owner else holder
+    file.truncate(0)
+    print(owner, end="", file=file, flush=True)
+    os.fsync(file.fileno())  # other machines read it
+    return None
+
+
+def name_of_owner() -> str:
+    """Return a text by which people and other jobs know this process.
+
+    The random number tells apart the processes of two containers that have one host name.
+    """
+    since = time.strftime("%F %T")
+    return f"process {os.getpid()} of {socket.gethostname()}, since {since}, {os.urandom(4).hex()}"
+
+
+def unlock(path: str):
+    held.pop(path).close()
+
+
+def all_own(path: str, busy: str, cure: str):
+    """Lock the file at `path` until this process ends. If a different job holds it, end all ranks.
+
+    Each machine takes the lock, because its disk may be its own. If the machines share the disk,
+    one of them takes it for all. busy and cure: the beginning and the end of the message.
+    """
+    owner = agree.all_gather(name_of_owner())[0]
+    first_here = dist.get_node_local_rank(launch.rank()) == 0
+    # Rank 0 writes the snapshot, so it goes first, on whichever machine it is.
+    for my_turn in (launch.rank() == 0, launch.rank() != 0 and first_here):
+        all_wait_for_lock(path, owner, my_turn, busy, cure)
+
+
+def all_wait_for_lock(path: str, owner: str, my_turn: bool, busy: str, cure: str):
+    """Try until each rank whose turn it is has the lock, or end all ranks.
+
+    The ranks meet after each try: none waits in a collective for longer than --timeout allows.
+    """
+    tries = 0
+    while True:
+        holder, patience = None, 0
+        if my_turn:
+            holder, patience = try_with_patience(path, owner)
+        holder, patience = max(agree.all_gather((holder or "", patience)))
+        if not holder:
+            return
+        if tries >= TRIES_PER_SECOND * patience:
+            agree.all_exit_if(f"{busy} ({holder}). Wait until it has ended, or {cure}")
+        if tries == 2 * TRIES_PER_SECOND and launch.rank() == 0:
+            print(f"Waiting up to {patience} s for a job to end: {busy} ({holder})")
+        tries += 1
+        time.sleep(1 / TRIES_PER_SECOND)
+
+
+def try_with_patience(path: str, owner: str) -> tuple[str | None, int]:
+    """Try to lock the file; return its other owner, if any, and how many seconds to wait for it."""
+    try:
+        holder = try_to_lock(path, owner)
+    except OSError as error:
+        print(f"WARNING: {path}: {error.strerror}. A second job that writes here is not noticed")
+        return None, 0
+    # A job that is leaving needs seconds. An NFS server returns the lock of a machine that has
+    # vanished after 90 s.
+    here = holder and f" of {socket.gethostname()}, " in holder
+    return holder, 10 if here else 100

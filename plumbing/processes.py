@@ -1,0 +1,115 @@
+"""The processes of a job end together, whether torchrun or mp.spawn started them."""
+
+import atexit
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from plumbing import agree, launch
+
+
+def require_torchrun():
+    """End this process if no launcher has set its place in a job, and later if torchrun is gone."""
+    agree.all_exit_if(launch.wrong_start())
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        stay_on_this_machine()
+    if dist.is_torchelastic_launched():
+        threading.Thread(target=end_with_launcher, args=(find_launcher(),), daemon=True).start()
+        atexit.register(leave_last)
+
+
+def leave_last():
+    """Keep the connections of a process that has failed for a second.
+
+    Its partners fail when they lose the connection. torchrun names the process with the oldest time
+    stamp as the root cause, and its time stamps are whole seconds.
+    """
+    if hasattr(sys, "last_value"):  # Python sets it to an exception that nobody caught
+        time.sleep(1)
+
+
+def end_with_launcher(launcher: int | None):
+    """End this process as soon as torchrun, whose process id is `launcher`, is gone.
+
+    A torchrun that is killed cannot end its processes, which would train on and write into the
+    snapshot of the job that is started next.
+    """
+    while launcher in ancestors():
+        time.sleep(1)
+    print("ERROR: torchrun is gone, so this process ends", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def find_launcher() -> int | None:
+    """Return the process id of the torchrun that started this process, or None if it is gone.
+
+    It need not be the parent, because a wrapper may stand between the two. It is the first ancestor
+    that has loaded torch: whatever adopts the processes of a torchrun that was killed has not.
+    """
+    if not has_loaded_torch(os.getpid()):  # this system does not tell
+        return os.getppid()
+    return next(filter(has_loaded_torch, ancestors()), None)
+
+
+def has_loaded_torch(process: int) -> bool:
+    try:
+        return "libtorch" in Path(f"/proc/{process}/maps").read_text()
+    except OSError:  # it has ended, belongs to a different user, or this is not Linux
+        return False
+
+
+def ancestors() -> list[int]:
+    """Return the process ids of the parent, of its parent and so on, as far as they are known."""
+    found = [os.getppid()]
+    try:
+        while found[-1] > 1:
+            stat = Path(f"/proc/{found[-1]}/stat").read_text()
+            found.append(int(stat.rpartition(")")[2].split()[1]))
+    except OSError:
+        pass
+    return found
+
+
+def stay_on_this_machine():
+    """Let gloo use the loopback interface, which no other machine can reach."""
+    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+@contextmanager
+def local_job(processes: int):
+    """Yield where the processes of mp.spawn meet: a file that only this user can open.
+
+    When the block is left, for whatever reason, all of them are ended.
+    """
+    stay_on_this_machine()
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    # mp.spawn would log each process that it ends because a different one has failed.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder  # mp.spawn leaves files of its own for errors
+        try:
+            yield f"file://{folder}/store"
+        except mp.ProcessExitedException as end:
+            if end.exit_code != 2:
+                raise
+            sys.exit(2)  # the process has printed why
+        finally:
+            tempfile.tempdir = None
+            for process in mp.active_children():  # they may wait for one another
+                process.terminate()
+                process.join(10)  # it may have a wandb run to finish
+                process.kill()
