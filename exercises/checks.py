@@ -208,7 +208,7 @@ def still_waiting_after_the_timeout(run):
 def args_differ_and_the_job_trains(run):
     if "] Epoch 0 |" in run.output or run.statuses & {0, LATE}:
         # Without the lines of rank 1's epochs, of which one may come last or not.
-        lines = [line for line in run.output.splitlines() if not line.startswith("[CPU1]")]
+        lines = [line for line in run.output.splitlines() if not line.startswith("[rank 1]")]
         line = (lines or ["nothing is printed"])[-1]
         return f"--seed was 0 on rank 0 and 5 on rank 1, and the last line is: {line}"
 
@@ -314,7 +314,7 @@ def a_restart_is_another_wandb_run(run):
 
 @seen_by(moved)
 def ranks_are_at_other_epochs(run):
-    begin = dict(reversed(re.findall(r"^\[CPU(\d)\] Epoch (\d+) ", run.output, re.MULTILINE)))
+    begin = dict(reversed(re.findall(r"^\[rank (\d)\] Epoch (\d+) ", run.output, re.MULTILINE)))
     if len(set(begin.values())) > 1:
         return ", ".join(f"rank {rank} begins with {begin[rank]}" for rank in sorted(begin))
 
@@ -328,7 +328,7 @@ def only_rank_0_has_a_wandb_run(run):
 @seen_by(with_snapshots_of_two_jobs)
 def snapshots_of_two_jobs_are_mixed(run):
     if run.statuses != {2}:
-        told = re.findall(r"^(?:Resum|ERROR|\[CPU\d\] Epoch).*", run.output, re.MULTILINE)
+        told = re.findall(r"^(?:Resum|ERROR|\[rank \d\] Epoch).*", run.output, re.MULTILINE)
         return f"one is of another job, and: {told[0] if told else run.output[-200:]!r}"
 
 

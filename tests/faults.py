@@ -96,7 +96,7 @@ if {clock!r}:
     time.time = lambda: now() + ahead()
 '''
 SLOW = 0.1  # seconds that the disks take for a save, so that a fault can fall into it
-TRAINED = re.compile(r"^(?:\[CPU0\] Epoch|Step) (\d+)(?: \| Batch|/\d+ \| Loss)", re.MULTILINE)
+TRAINED = re.compile(r"^(?:\[rank 0\] Epoch|Step) (\d+)(?: \| Batch|/\d+ \| Loss)", re.MULTILINE)
 SAVED = re.compile(r"^(?:Epoch|Step) (\d+) \| Training snapshot saved", re.MULTILINE)
 
 
@@ -456,14 +456,14 @@ def leave_foreign(job):
     job.die()
     for host in job.hosts:
         if host.disk not in source.parents:
-            foreign = torch.load(source, weights_only=True) | {"wandb_id": "foreign"}
+            foreign = torch.load(source, weights_only=True) | dict.fromkeys(("job_id", "wandb_id"), "foreign")
             torch.save(foreign, host.disk / "snapshot.pt")
     job.start_all()
 
 
 def move_foreign_away(job):
     for path in job.snapshots():
-        if torch.load(path, weights_only=True)["wandb_id"] == "foreign":
+        if torch.load(path, weights_only=True).get("job_id") == "foreign":
             path.unlink()
 
 

@@ -245,7 +245,7 @@ def pids(output):
 
 def snapshot(path):
     """A snapshot without its wandb run, which is each job's own."""
-    return {**torch.load(path, weights_only=True), "wandb_id": None}
+    return {**torch.load(path, weights_only=True), "job_id": None}
 
 
 def assert_same(path, other):

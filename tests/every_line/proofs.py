@@ -300,7 +300,7 @@ snapshot = {  # a scheduler or a scaler belongs here too
     "epochs_run": epoch + 1,
     "seed": self.train_data.sampler.seed,
     "sizes": (self.train_data.batch_size, dist.get_world_size()),
-    "wandb_id": self.wandb_id,
+    "job_id": self.job_id,
 }"""
 
 PROOFS += [
@@ -364,8 +364,8 @@ PROOFS += [
     ),
     by_torchrun(
         "Trainer.__init__",
-        "self.wandb_id = os.urandom(4).hex()",
-        "self.wandb_id = None",
+        "self.job_id = os.urandom(4).hex()",
+        "self.job_id = None",
         "a job has a name that its restarts find again",
         checks.a_restart_is_another_wandb_run,
         "no id that a restart could find",
@@ -466,7 +466,7 @@ PROOFS += [
     ),
     by_torchrun(
         "Trainer._resume",
-        'self.wandb_id = snapshot["wandb_id"]',
+        'self.job_id = snapshot["job_id"]',
         "",
         "a restart goes on in the same wandb run",
         checks.a_restart_is_another_wandb_run,
@@ -544,7 +544,7 @@ PROOFS += [
     ),
     by_torchrun(
         "main",
-        "plumbing.start_wandb(args, trainer.wandb_id)",
+        "plumbing.start_wandb(args, trainer.job_id)",
         "plumbing.start_wandb(args)",
         "a restart goes on in the same wandb run",
         checks.a_restart_is_another_wandb_run,
@@ -574,7 +574,7 @@ PROOFS += [
         way=ways.moved,
     ),
     on_machines(
-        'mine = (snapshot["epochs_run"], snapshot["wandb_id"]) if snapshot else (0, None)',
+        'mine = (snapshot["epochs_run"], snapshot["job_id"]) if snapshot else (0, None)',
         "mine = (0, None)",
         "each rank tells how far its snapshot is, and of which job",
         checks.training_thrown_away,
@@ -618,7 +618,7 @@ PROOFS += [
         checks.snapshots_of_two_jobs_are_mixed,
     ),
     on_machines(
-        "box = [snapshot, self.wandb_id]",
+        "box = [snapshot, self.job_id]",
         "",
         "what is sent, and where it arrives",
         checks.ends_in_an_error,
@@ -633,7 +633,7 @@ PROOFS += [
         "rank 0 begins with 0, rank 1 begins with 2",
     ),
     on_machines(
-        "snapshot, self.wandb_id = box",
+        "snapshot, self.job_id = box",
         "",
         "each rank takes what was sent in place of its own",
         checks.ranks_are_at_other_epochs,
@@ -641,8 +641,8 @@ PROOFS += [
     ),
     proof(
         "main",
-        "plumbing.start_wandb(args, trainer.wandb_id, group=trainer.wandb_id)",
-        "plumbing.start_wandb(args, trainer.wandb_id)",
+        "plumbing.start_wandb(args, trainer.job_id, group=trainer.job_id)",
+        "plumbing.start_wandb(args, trainer.job_id)",
         "every rank has a run, and they are found together",
         checks.only_rank_0_has_a_wandb_run,
         script="multinode.py",

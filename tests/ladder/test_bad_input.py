@@ -302,7 +302,7 @@ def test_snapshot_of_another_optimizer_than_the_readers(
 @each_with_snapshot
 def test_error_in_the_readers_own_resume(good, tmp_path, script):
     """It is told as what it is, a traceback, and not as a bad file; the file stays as it is."""
-    resume = ('self.wandb_id = snapshot["wandb_id"]', 'self.step = snapshot["scheduler"]')
+    resume = ('self.job_id = snapshot["job_id"]', 'self.step = snapshot["scheduler"]')
     own = launch.edited(launch.ROOT / f"{script}.py", f"own_{script}.py", resume)
     (tmp_path / "snapshot.pt").write_bytes(good)
     status, output = launch.quickly(own, 2)

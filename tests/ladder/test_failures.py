@@ -69,7 +69,7 @@ def assert_lost_rank_ends_the_job(tmp_path, monkeypatch, failure, cause):
     pause = 3 if "kill" in failure else 0
     (tmp_path / "driver.py").write_text(FAILING_ON_RANK_1.format(failure=failure, pause=pause))
     job = launch.start(launch.torchrun("driver.py", 100000, 100000))
-    wait_for(job, lambda output: "[CPU0] Epoch 1 |" in output)
+    wait_for(job, lambda output: "[rank 0] Epoch 1 |" in output)
     status, output = launch.finish(job, 30)
     assert status == 1, output
     assert gone(launch.pids(output))
@@ -108,7 +108,7 @@ def assert_ends_by_signal(multigpu, monkeypatch, number, to, status):
     ended, output = end(job, 10)
     assert ended == status, output
     assert all("OMP_NUM_THREADS=" in each for each in variables), "they share the cores"
-    forms = r"Rank: .*|Global batch size: 64|\[CPU\d\] Epoch .*|Epoch \d+ \| Training checkpoint .*"
+    forms = r"Rank: .*|Global batch size: 64|\[rank \d\] Epoch .*|Epoch \d+ \| Training checkpoint .*"
     assert [line for line in output.splitlines() if not re.fullmatch(forms, line)] == []
 
 
@@ -134,7 +134,7 @@ def test_processes_end_with_a_torchrun_that_is_killed():
 def assert_processes_end_with_torchrun(when):
     job = launch.start(launch.torchrun(launch.TORCHRUN_SCRIPT, FOREVER, FOREVER))
     if when == "in training":
-        wait_for(job, lambda output: "[CPU0] Epoch 1 |" in output)
+        wait_for(job, lambda output: "[rank 0] Epoch 1 |" in output)
     else:
         wait_for(job, lambda output: len(workers(job.pid)) == 2)
     found = workers(job.pid)

@@ -28,7 +28,7 @@ ON_GPUS = [
 ]
 
 
-EPOCH = r"^\[GPU(\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{6})$"
+EPOCH = r"^\[rank (\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{6})$"
 
 
 STARTED = r"^Rank: (\d+) \| World size: (\d+) \| Local rank: (\d+) \|.*\| Device: (\S+)$"

@@ -47,7 +47,7 @@ def load(folder):
     return torch.load(folder / "snapshot.pt", weights_only=True)
 
 
-def assert_same(one, other, tolerance=0, own=("wandb_id",)):
+def assert_same(one, other, tolerance=0, own=("job_id",)):
     """Same weights, optimizer, epochs, seed and sizes. What is each job's `own` is left out."""
     for snapshot in one, other:
         assert any(
@@ -65,7 +65,7 @@ def told_at_resume(output):
 
 def losses(output):
     """All `(rank, epoch, loss)` that a job printed, in no order of ranks."""
-    return sorted(re.findall(r"\[CPU(\d+)\] Epoch (\d+) .* Loss: (\S+)", output))
+    return sorted(re.findall(r"\[rank (\d+)\] Epoch (\d+) .* Loss: (\S+)", output))
 
 
 def saves(output):
@@ -155,7 +155,7 @@ def test_goes_on_with_another_number_of_processes(runs, tmp_path):
     assert told_at_resume(goes_on) == [seed, f"Global batch size: {two}, but {one} in the snapshot"]
     for folder in two_to_one, one_to_two:
         other = load(base / "plain-unbroken")
-        assert_same(load(folder), other, tolerance=3e-5, own=("wandb_id", "sizes"))
+        assert_same(load(folder), other, tolerance=3e-5, own=("job_id", "sizes"))
     assert load(two_to_one)["sizes"] == (64, 1) and load(one_to_two)["sizes"] == (32, 2)
 
 

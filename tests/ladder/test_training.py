@@ -65,7 +65,7 @@ STARTED = r"Rank: (\d+) \| World size: (\d+) \| Local rank: (\d+) \| Host: (\S+)
 STARTED += r"\| Device: cpu"
 
 
-EPOCH = r"\[CPU(\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{6})"
+EPOCH = r"\[rank (\d+)\] Epoch (\d+) \| Batchsize: (\d+) \| Steps: (\d+) \| Loss: (\d+\.\d{6})"
 
 
 SAVED = r"Epoch (\d+) \| Training (?:checkpoint saved at checkpoint|snapshot saved at snapshot)\.pt"

@@ -28,7 +28,7 @@ def logged(run):
 
 def printed(output, rank=0):
     """The (epoch, loss) of each epoch that a rank printed."""
-    lines = re.findall(rf"\[CPU{rank}\] Epoch (\d+) .* Loss: (\S+)", output)
+    lines = re.findall(rf"\[rank {rank}\] Epoch (\d+) .* Loss: (\S+)", output)
     return [(int(epoch), loss) for epoch, loss in lines]
 
 
@@ -56,7 +56,7 @@ def test_a_signal_finishes_the_run(tmp_path):
 def assert_a_signal_finishes(tmp_path, command, number, status, ranks=1):
     """So many runs are finished when that signal comes, and the job ends with such a status."""
     job = launch.start([*command, "--wandb", "offline"], **QUIET)
-    before = launch.wait_for(job, lambda output: "[CPU0] Epoch 9 |" in output)
+    before = launch.wait_for(job, lambda output: "[rank 0] Epoch 9 |" in output)
     job.send_signal(number)
     ended, output = launch.finish(job)
     assert ended in status, output

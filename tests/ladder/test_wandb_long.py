@@ -69,15 +69,15 @@ def test_resumed_job_goes_on_in_its_runs(tmp_path, script):
         histories.append([printed(output, rank) for rank in ranks])
     runs = read_runs(tmp_path)
     assert len(runs) == 2 * len(ranks)
-    wandb_id = torch.load("snapshot.pt", weights_only=True)["wandb_id"]
-    ids = [f"{wandb_id}-{rank}" for rank in ranks] if len(ranks) > 1 else [wandb_id]
+    job_id = torch.load("snapshot.pt", weights_only=True)["job_id"]
+    ids = [f"{job_id}-{rank}" for rank in ranks] if len(ranks) > 1 else [job_id]
     for job, history in enumerate(histories):
         of_job = sorted(runs[job * len(ranks) : (job + 1) * len(ranks)])
         assert [run.id for run in of_job] == ids
         assert [logged(run) for run in of_job] == history
         for run in of_job:
             assert run.x_axes == {"*": "epoch"}
-            assert run.group == (wandb_id if len(ranks) > 1 else "")
+            assert run.group == (job_id if len(ranks) > 1 else "")
     assert [[epoch for epoch, _ in history[0]] for history in histories] == [[0], [1, 2]]
 
 

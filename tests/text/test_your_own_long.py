@@ -504,7 +504,7 @@ def test_the_program_takes_a_snapshot_too(plain):
 def on_gpus(script, *args, nproc=2):
     command = torchrun(script, 2, 1, *args, nproc=nproc)
     output = run(command, 200, PYTHONPATH=str(ROOT), TQDM_DISABLE="1")
-    assert "[GPU0] Epoch 1" in output
+    assert "[rank 0] Epoch 1" in output
     return output
 
 
