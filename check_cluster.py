@@ -7,6 +7,7 @@ On several, run on each what the job will run, with `python check_cluster.py` fo
   --rdzv-endpoint=ADDRESS:29603
 It first tries what torchrun would only wait for, and then starts itself on every GPU by torchrun.
 Started by torchrun or a file of slurm/ in place of the script, it does the second part only.
+Copy the folder plumbing/ together with this file. It needs no other file of ours.
 
 Exit status 0: the job can start. 2: it can't, and a line that begins with ERROR says why. (torchrun
 itself exits with 1 in place of 2.)

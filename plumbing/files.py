@@ -149,7 +149,7 @@ def load_whole(path: str, keys: set) -> dict:
 
 
 def prepare(snapshot: dict, model):
-    """Give the parts of a snapshot the names that this script and this model use."""
+    """Adapt a snapshot to the names that this script and this model use, and to the CPU."""
     if "wandb_id" in snapshot:  # older versions of the scripts called it so
         snapshot.setdefault("job_id", snapshot["wandb_id"])
     if isinstance(snapshot["model"], dict):
@@ -157,6 +157,9 @@ def prepare(snapshot: dict, model):
         there = {name: here.get(plain_name(name), name) for name in snapshot["model"]}
         if any(name != new for name, new in there.items()):
             snapshot["model"] = {there[name]: value for name, value in snapshot["model"].items()}
+    if all(weight.device.type == "cpu" for weight in model.parameters()):
+        # On the CPU load_state_dict keeps the tensors of the file, whose disk would stay occupied.
+        snapshot["optimizer"] = change_tensors(snapshot["optimizer"], torch.clone)
 
 
 def refuse_misfit(snapshot: dict, model, optimizer):

@@ -1,6 +1,7 @@
 """check_cluster.py on sound clusters, and on broken ones, each broken for real."""
 
 import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -132,3 +133,11 @@ def test_bad_options(options, expected):
     output = launch.run(launch.forked(launch.CHECK, *options), 30, status=2)
     (line,) = output.splitlines()
     assert expected in line and "rror: " in line.replace("ERROR", "error")
+
+
+def test_it_needs_only_plumbing(tmp_path):
+    """It is carried to a cluster together with that folder, and nothing else of ours."""
+    shutil.copy(launch.CHECK, tmp_path)
+    shutil.copytree(launch.ROOT / "plumbing", tmp_path / "plumbing")
+    output = launch.run(launch.python("check_cluster.py", "--max_mib", 1), PYTHONPATH="")
+    assert "OK: all-reduce gives the right sums between 2 processes" in output
