@@ -53,9 +53,14 @@ def code(script: str, *names: str):
     """
     found = parts(script)
     print("```py")
+    class_before = None
     for number, name in enumerate(names):
         class_name = name.rpartition(".")[0]
-        above = ["", ""] if number > 0 else []
-        above += [f"class {class_name}:"] if class_name else []
+        if class_name and class_name == class_before:
+            above = [""]
+        else:
+            above = ["", ""] if number > 0 else []
+            above += [f"class {class_name}:"] if class_name else []
         print("\n".join(above + found[name]))
+        class_before = class_name
     print("```")

@@ -17,13 +17,18 @@ from exercises.ways import (
     on_stand_in_gpus,
     one_process,
     resumed,
+    seeing_one_stand_in_gpu,
     typed,
     typed_with_no_data,
     unbroken,
+    with_a_different_optimizer,
     with_a_full_disk,
+    with_a_model_in_eval_mode,
     with_a_rank_that_stops,
+    with_an_optimizer_that_cannot_be_saved,
     with_another_seed_on_rank_1,
     with_snapshots_of_two_jobs,
+    with_two_snapshots_of_one_epoch,
 )
 
 STANDS_STILL = "it stands still: within 15 s not all processes came to their end"
@@ -72,6 +77,12 @@ def nothing_was_trained(run):
         return f"it prints {run.output!r}"
 
 
+@seen_by(with_a_model_in_eval_mode)
+def trained_in_eval_mode(run):
+    if not run.ranks[0]["epochs"][0]["in training mode"]:
+        return "dropout drops nothing, and BatchNorm does not learn its statistics"
+
+
 # Several processes.
 
 
@@ -82,7 +93,7 @@ def not_one_process_for_each_rank(run):
         return f"2 processes are to say their rank, and {len(sizes)} did"
 
 
-@seen_by(in_ranks)
+@seen_by(in_ranks, with_two_snapshots_of_one_epoch)
 def ranks_hold_other_weights(run):
     zero, *others = (seen["end"]["weights"] for seen in run.ranks)
     for rank, other in enumerate(others, 1):
@@ -161,17 +172,21 @@ def group_is_left(run):
         return f"ranks {left} have not taken it down"
 
 
-@seen_by(on_stand_in_gpus)
+@seen_by(on_stand_in_gpus, seeing_one_stand_in_gpu)
 def a_process_takes_a_GPU_that_is_not_its_own(run):
-    chosen = re.findall(r"^(?:CHOOSES|JOINS WITH) (?:cuda:)?(\S+)$", run.output, re.MULTILINE)
-    if "JOINS WITH" not in run.output:
+    chosen = re.findall(r"^(?:CHOOSES|TAKES) (?:cuda:)?(\S+)$", run.output, re.MULTILINE)
+    if "BACKEND" not in run.output or "TAKES" not in run.output:
         return ends_in_an_error(run) or "it does not join the process group"
     if "CHOOSES" not in run.output:
         return "nobody tells torch which one is its own: calls that name none open GPU 0"
-    if wrong := [gpu for gpu in chosen if gpu != "1"]:
+    rank, gpus = re.search(r"^IS RANK (\d) AND SEES (\d)", run.output, re.MULTILINE).groups()
+    own = "1" if gpus == "2" else "0"
+    if wrong := [gpu for gpu in chosen if gpu != own]:
         taken = f"GPU {wrong[0]}" if wrong[0].isdigit() else wrong[0]
-        rank = re.search(r"^IS RANK (\d)", run.output, re.MULTILINE)[1]
-        return f"rank {rank} is the second process of a machine with 2 GPUs, and takes {taken}"
+        sight = "" if gpus == "2" else ", sees its own alone as GPU 0"
+        return (
+            f"rank {rank} is the second process of a machine with 2 GPUs{sight}, and takes {taken}"
+        )
 
 
 @seen_by(on_stand_in_gpus)
@@ -202,6 +217,13 @@ def without_torchrun_no_cure_is_told(run):
 def still_waiting_after_the_timeout(run):
     if run.statuses != {1, LATE}:
         return "rank 1 stands still, --timeout is 3 s, and rank 0 still waits after 14 s"
+
+
+@seen_by(with_an_optimizer_that_cannot_be_saved)
+def trains_what_cannot_be_saved(run):
+    if epochs := run.output.count("[rank 0] Epoch "):
+        error = re.findall("^ERROR: .*", run.output, re.MULTILINE)
+        return f"{epochs} epochs, and then: {error[0] if error else 'no error'}"
 
 
 @seen_by(with_another_seed_on_rank_1)
@@ -274,6 +296,13 @@ def optimizer_state_lost(run):
         return "the momentum at the start of the second run is not that of the first"
 
 
+@seen_by(with_a_different_optimizer)
+def a_different_optimizer_resumes(run):
+    if run.statuses != {2}:
+        told = re.findall("^(?:Resum|ERROR).*", run.output, re.MULTILINE)
+        return f"Adam before, AdamW now, and: {told[0] if told else 'nothing is resumed'}"
+
+
 @seen_by(resumed)
 def other_samples_than_an_unbroken_run(run):
     for rank, (seen, want) in enumerate(zip(run.ranks, unbroken().ranks, strict=True)):
@@ -319,17 +348,30 @@ def ranks_are_at_other_epochs(run):
         return ", ".join(f"rank {rank} begins with {begin[rank]}" for rank in sorted(begin))
 
 
+@seen_by(resumed)
+def a_snapshot_is_sent_that_all_have(run):
+    if run.ranks[0]["snapshots sent"]:
+        return "the ranks share a disk, and yet rank 0 sends what it has read there"
+
+
 @seen_by(moved)
 def only_rank_0_has_a_wandb_run(run):
     if run.ranks[1]["wandb"]["group"] is None:
         return "no group"
 
 
+@seen_by(moved)
+def wandb_runs_of_one_job_have_different_groups(run):
+    groups = [seen["wandb"]["group"] for seen in run.before.ranks]
+    if len(set(groups)) > 1:
+        return f"rank 0's is {groups[0]}, rank 1's {groups[1]}"
+
+
 @seen_by(with_snapshots_of_two_jobs)
 def snapshots_of_two_jobs_are_mixed(run):
     if run.statuses != {2}:
         told = re.findall(r"^(?:Resum|ERROR|\[rank \d\] Epoch).*", run.output, re.MULTILINE)
-        return f"one is of another job, and: {told[0] if told else run.output[-200:]!r}"
+        return f"one is of a different job, and: {told[0] if told else run.output[-200:]!r}"
 
 
 MAY_CRASH = {
@@ -337,11 +379,13 @@ MAY_CRASH = {
     the_command_ends_in_an_error,
     error_not_told_in_one_line,
     without_torchrun_no_cure_is_told,
+    a_different_optimizer_resumes,
     a_full_disk_harmed_the_last_snapshot,
     ranks_are_at_other_epochs,
     snapshot_path_not_obeyed,
     snapshots_of_two_jobs_are_mixed,
     still_waiting_after_the_timeout,
     traceback_not_in_the_report_of_torchrun,
+    trains_what_cannot_be_saved,
 }
 MAY_HANG = {DDP_outlives_its_group}  # at its exit, now and then

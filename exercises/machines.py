@@ -11,7 +11,7 @@ SCRIPT = "multinode.py"
 def newest_of_all_machines():
     """The statements of multinode.py that choose a snapshot, as they stand there."""
     text = (ROOT / SCRIPT).read_text()
-    begin = text.index("        # Every machine has a disk of its own")
+    begin = text.index("        # Every machine has its own disk")
     return text[begin : text.index("        if snapshot is not None:", begin)]
 
 
@@ -40,7 +40,7 @@ EXERCISES = [
         ((newest_of_all_machines(), ""),),
         first_complaint(*MOVED),
         "Ask all ranks how far they are (all_gather_object), then let one that has the newest "
-        "snapshot send it to all (broadcast_object_list)",
+        "snapshot send it to all (plumbing.all_broadcast_snapshot)",
         "README.md#rank-0-may-be-anywhere",
         start=TORCHRUN,
         arguments=OWN,
@@ -54,9 +54,7 @@ EXERCISES = [
         (
             (
                 newest_of_all_machines(),
-                "        box = [snapshot]\n"
-                "        dist.broadcast_object_list(box, src=0, device=self.device)\n"
-                "        (snapshot,) = box\n",
+                "        snapshot = plumbing.all_broadcast_snapshot(snapshot, src=0)\n",
             ),
         ),
         first_complaint(*MOVED),
@@ -76,7 +74,7 @@ EXERCISES = [
         first_complaint(
             (checks.ends_in_an_error, ways.moved), checks.args_differ_and_the_job_trains
         ),
-        "Every rank has to know the arguments of every other (all_gather_object). plumbing.py has "
+        "Every rank has to know the arguments of every other (all_gather_object). plumbing/ has "
         "a function for it",
         "docs/plumbing.md",
         start=TORCHRUN,

@@ -4,12 +4,12 @@ checks.py starts it, by `ranks.quickly`. What the script has is not replaced, on
 """
 
 import gc
+import io
 import os
 import runpy
 import sys
 from pathlib import Path
 
-import launchers
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -22,12 +22,13 @@ path = sys.argv.pop(1)
 text = Path(path).read_text()
 by_torchrun = "ddp_setup" in text and "mp.spawn" not in text
 if not by_torchrun:
-    for name in launchers.LAUNCHER_SETS:
+    for name in plumbing.launch.LAUNCHER_SETS:
         del os.environ[name]
 
-# Of each epoch: its number, the samples in their order, numbers that the model drew in its passes,
-# how often the host took a value out of a tensor, and how often until each pass of the model.
-seen = {"epochs": [], "saves": [], "group is left": True}
+# Of each epoch: its number, the samples in their order, whether the model was in training mode,
+# numbers that it drew in its passes, how often the host took a value out of a tensor, and how often
+# until each pass of the model.
+seen = {"epochs": [], "saves": [], "snapshots sent": 0, "group is left": True}
 script = runpy.run_path(path)
 if missing := {"Trainer", "load_train_objs", "main", "parse_args"} - script.keys():
     sys.exit(f"ERROR: the file has no {min(missing)} any more (--reset begins anew)")
@@ -36,6 +37,7 @@ sys.argv[0] = path
 Trainer, load_train_objs = script["Trainer"], script["load_train_objs"]
 run_epoch, train, destroy = Trainer._run_epoch, Trainer.train, dist.destroy_process_group
 start_wandb, torch_save, numpy = plumbing.start_wandb, torch.save, torch.Tensor.numpy
+all_broadcast_snapshot = plumbing.all_broadcast_snapshot
 
 
 class Reads(TorchDispatchMode):
@@ -61,14 +63,16 @@ def load_and_look(seed):
     dataset, model, optimizer, *more = load_train_objs(seed)
 
     class Watched(type(dataset)):
-        def __getitems__(self, indices):
-            seen["epochs"][-1]["samples"] += indices
-            return super().__getitems__(indices)
+        def __getitem__(self, index):
+            if seen["epochs"]:
+                seen["epochs"][-1]["samples"].append(index)
+            return super().__getitem__(index)
 
     dataset.__class__ = Watched
 
-    def look(*_):
+    def look(model, *_):
         epoch = seen["epochs"][-1]
+        epoch["in training mode"] = model.training
         epoch["draws"].append(numpy(torch.rand(())).item())
         epoch["reads until pass"].append(epoch["reads"])
 
@@ -93,7 +97,7 @@ def state(trainer):
         for value in state.values()
         if torch.is_tensor(value)
     ]
-    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    rates = [float(group["lr"]) for group in trainer.optimizer.param_groups]
     return {"weights": weights, "moments": moments, "rates": rates}
 
 
@@ -109,20 +113,26 @@ def look_and_destroy():
     destroy()
 
 
-def look_and_start_wandb(args, run_id=None, group=None):
-    seen["wandb"] = {"id": run_id, "group": group}
-    start_wandb(args, run_id, group)
+def look_and_start_wandb(args, job_id=None, group=None):
+    seen["wandb"] = {"id": job_id, "group": group}
+    start_wandb(args, job_id, group)
 
 
-def save_and_look(*args, **options):
-    seen["saves"].append(len(seen["epochs"]))
-    torch_save(*args, **options)
+def save_and_look(obj, f, *args, **options):
+    if not isinstance(f, io.BytesIO):  # plumbing tries in memory what can be saved
+        seen["saves"].append(len(seen["epochs"]))
+    torch_save(obj, f, *args, **options)
+
+
+def broadcast_and_look(*args, **options):
+    seen["snapshots sent"] += 1
+    return all_broadcast_snapshot(*args, **options)
 
 
 script["load_train_objs"] = load_and_look
 Trainer._run_epoch, Trainer.train = run_epoch_and_look, train_and_look
 dist.destroy_process_group, plumbing.start_wandb = look_and_destroy, look_and_start_wandb
-torch.save = save_and_look
+torch.save, plumbing.all_broadcast_snapshot = save_and_look, broadcast_and_look
 for name in ("cpu", "numpy", "tolist"):
     setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
 Path(f"rank{RANK}").mkdir(exist_ok=True)

@@ -52,7 +52,12 @@ EXERCISES = [
         the host waits for the GPU to take a value out of a tensor. Add the losses up without
         waiting, so that it waits once an epoch.""",
         "single_gpu.py",
-        (("loss_sum += loss * len(source)", "loss_sum += loss.item() * len(source)"),),
+        (
+            (
+                "totals[0] += loss.float() * len(source)  # the product could overflow in float16",
+                "totals[0] += loss.item() * len(source)",
+            ),
+        ),
         first_complaint(
             (ends_in_an_error, in_one_process), the_host_waits_in_each_step, the_loss_is_another
         ),

@@ -77,14 +77,15 @@ def process_of(function, *args, **options):
 
 def on_the_cpu():
     """Such a process has the environment of the first that was started so: mend it."""
-    import launchers
     import torch
+
+    from plumbing import processes
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    launchers.stay_on_this_machine()
+    processes.stay_on_this_machine()
 
 
 def enter(cwd, log):

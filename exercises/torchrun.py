@@ -110,7 +110,7 @@ EXERCISES = [
         ),
         first_complaint(ENDS_WELL, checks.a_full_disk_harmed_the_last_snapshot, *RESUME),
         "Write to another name beside it; only a file that is complete takes the place of the old "
-        "one, by a rename. plumbing.py has that as a function",
+        "one, by a rename. plumbing/ has that as a function",
         "docs/plumbing.md",
         start=TORCHRUN,
         arguments=OWN,

@@ -28,7 +28,7 @@ EXERCISES = [
         (
             (
                 "    dist.init_process_group(backend, init_method, rank=rank, "
-                "world_size=world_size, device_id=gpu)\n",
+                "world_size=world_size)\n",
                 "",
             ),
         ),
@@ -45,8 +45,8 @@ EXERCISES = [
         "multigpu.py",
         (
             (
-                "        # Copies rank 0's weights to every rank. From here on backward() averages "
-                "the gradients.\n        self.model = DDP(self.model)\n",
+                "        # Copies rank 0's weights to every rank. backward() will now average the "
+                "gradients.\n        self.model = DDP(self.model)\n",
                 "",
             ),
             (
@@ -72,8 +72,8 @@ EXERCISES = [
             ),
             (
                 "        sampler = self.train_data.sampler\n"
-                "        sampler.set_epoch(epoch)  # another order in each epoch, the same one on "
-                "all ranks\n",
+                "        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all "
+                "ranks\n",
                 "",
             ),
             (
@@ -88,13 +88,13 @@ EXERCISES = [
     ),
     Exercise(
         "set_epoch",
-        """The samples come in the same order in each epoch. Have them in another order, the same
+        """The samples come in the same order in each epoch. Have them in a new order, the same
         one on all ranks, or two ranks would see one sample.""",
         "multigpu.py",
         (
             (
-                "        sampler.set_epoch(epoch)  # another order in each epoch, the same one on "
-                "all ranks\n",
+                "        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all "
+                "ranks\n",
                 "",
             ),
         ),

@@ -20,6 +20,10 @@ from exercises.ranks import ROOT
 OBSERVE = str(Path(__file__).with_name("observe.py"))
 EMPTY = ("MyTrainDataset(2048)", "MyTrainDataset(0)")
 FAILING = ("MyTrainDataset(2048)", "MyTrainDataset(None)")
+EVAL_MODE = ("model = build_model()", "model = build_model().eval()")
+SGD = "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)"
+ADAM, ADAMW = ((SGD, f"torch.optim.{name}(model.parameters())") for name in ("Adam", "AdamW"))
+NUMPY = (SGD, SGD.replace("lr=0.05", "lr=__import__('numpy').float64(0.05)"))
 
 
 @dataclass
@@ -60,10 +64,25 @@ SHARED = ("--snapshot_path", "../snapshot.pt")  # the ranks of one machine have 
 
 
 def resumed(script, folder):
-    """Three processes: two epochs, and two more in a second run, which has another seed. (Of two
-    numbers the sum is the same in any order; of three the last bit depends on it.)"""
-    first = observed(script, folder, 2, 1, *SHARED, world_size=3)
-    return observed(script, folder, 4, 1, *SHARED, "--seed", 7, world_size=3, before=first)
+    """Two epochs, and two more in a second run, which has a different seed."""
+    first = observed(script, folder, 2, 1, *SHARED)
+    return observed(script, folder, 4, 1, *SHARED, "--seed", 7, before=first)
+
+
+def with_a_different_optimizer(script, folder):
+    """As `resumed`, but the first run has Adam, and the second AdamW."""
+    first = observed(changed(script, folder, ADAM), folder, 2, 1, *SHARED)
+    return observed(changed(script, folder, ADAMW), folder, 4, 1, *SHARED, before=first)
+
+
+def with_an_optimizer_that_cannot_be_saved(script, folder):
+    """The learning rate is a number of numpy, which torch.load refuses to read."""
+    return observed(changed(script, folder, NUMPY), folder, 2, 2)
+
+
+def with_a_model_in_eval_mode(script, folder):
+    """The model is loaded as from_pretrained() returns it."""
+    return in_ranks(changed(script, folder, EVAL_MODE), folder)
 
 
 def stayed(script, folder):
@@ -79,6 +98,16 @@ def moved(script, folder):
     (folder / "rank1" / "snapshot.pt").unlink(missing_ok=True)
     if (folder / "rank0" / "snapshot.pt").exists():
         (folder / "rank0" / "snapshot.pt").rename(folder / "rank1" / "snapshot.pt")
+    return observed(script, folder, 4, 1, before=first)
+
+
+def with_two_snapshots_of_one_epoch(script, folder):
+    """Two machines, each with a snapshot of the same job and epoch. The momentum differs."""
+    first, folder = observed(script, folder, 2, 1), Path(folder)
+    snapshot = torch.load(folder / "rank0" / "snapshot.pt", weights_only=True)
+    for state in snapshot["optimizer"]["state"].values():
+        state["momentum_buffer"] += 1
+    torch.save(snapshot, folder / "rank1" / "snapshot.pt")
     return observed(script, folder, 4, 1, before=first)
 
 
@@ -161,9 +190,9 @@ def by_itself(script, folder):
     return Run(Path(folder), *ranks.quickly(script, 1, 1, cwd=folder, seconds=30), [])
 
 
-# Runs ddp_setup of the script in sys.argv[1], on machines with two GPUs. There are none: which GPU
-# the script takes is printed by what stands in for torch's functions.
-TWO_GPUS = """\
+# Runs ddp_setup of the script in sys.argv[1], as if the process saw sys.argv[2] GPUs. There are
+# none: functions in place of those of torch print which GPU the script takes.
+STAND_IN = """\
 import plumbing, runpy, sys
 import torch, torch.distributed as dist
 import datautils, torch.distributed.elastic.multiprocessing.errors, torch.utils.data.distributed
@@ -179,13 +208,10 @@ class Device:
     def __str__(self):
         return f"{self.type}:{self.index}"
 
-def join(backend=None, *args, device_id=None, **options):
-    print("BACKEND", backend)
-    print("JOINS WITH", device_id)
-    sys.exit(0)
-
-plumbing.count_gpus = lambda: 2
-dist.init_process_group, torch.device = join, Device
+gpus = int(sys.argv.pop(2))
+plumbing.count_gpus = plumbing.devices.count_gpus = lambda: gpus
+dist.init_process_group = lambda backend=None, *_, **__: print("BACKEND", backend)
+torch.device = Device
 dist.get_default_backend_for_device = lambda device: "nccl"
 torch.accelerator.set_device_index = torch.cuda.set_device = lambda gpu: print("CHOOSES", gpu)
 by_torchrun = "mp.spawn" not in open(sys.argv[1]).read()
@@ -193,19 +219,27 @@ script = runpy.run_path(sys.argv.pop(1))
 if "ddp_setup" not in script:
     sys.exit("ERROR: the file has no ddp_setup any more (--reset begins anew)")
 ddp_setup = script["ddp_setup"]
-print("IS RANK", 3 if by_torchrun else 1)
-ddp_setup(600) if by_torchrun else ddp_setup(1, 2, "file:///tmp/store")
+print("IS RANK", 2 if by_torchrun else 1, "AND SEES", gpus)
+device = ddp_setup(600) if by_torchrun else ddp_setup(1, 2, "file:///tmp/store")
+print("TAKES", device)
 """
 
 
-def on_stand_in_gpus(script, folder):
-    """Rank 3 of two machines with two GPUs each, of multigpu.py rank 1 of one machine. No more than
-    ddp_setup is run, and GPUs are not needed."""
-    stand_in = Path(folder) / "two_gpus.py"
-    stand_in.write_text(TWO_GPUS)
-    environment = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    done = ranks.quickly(str(stand_in), script, cwd=folder, seconds=15, **environment)
+def on_stand_in_gpus(script, folder, in_sight=2):
+    """Run ddp_setup alone, in the second process of a machine with two GPUs. None is needed.
+
+    Under torchrun it is rank 2: the job has one more machine, with one GPU and rank 0.
+    """
+    stand_in = Path(folder) / "stand_in.py"
+    stand_in.write_text(STAND_IN)
+    environment = {"RANK": "2", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"}
+    done = ranks.quickly(str(stand_in), script, in_sight, cwd=folder, seconds=15, **environment)
     return Run(Path(folder), *done, [])
+
+
+def seeing_one_stand_in_gpu(script, folder):
+    """As `on_stand_in_gpus`, but the site shows each process one GPU, its own, as GPU 0."""
+    return on_stand_in_gpus(script, folder, in_sight=1)
 
 
 def reference(script, way):
@@ -223,4 +257,4 @@ def one_process() -> Run:
 @cache
 def unbroken() -> Run:
     """multigpu_torchrun.py, four epochs in one run: a resumed run has to equal that."""
-    return reference("multigpu_torchrun.py", lambda *given: observed(*given, 4, 1, world_size=3))
+    return reference("multigpu_torchrun.py", lambda *given: observed(*given, 4, 1))

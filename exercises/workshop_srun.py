@@ -9,10 +9,10 @@ import socket
 import sys
 from pathlib import Path
 
-import launchers
 import torch.distributed as dist
 
 from exercises.workshop_looks import answer, commands, looked_at, run, what_went_wrong
+from plumbing import launch
 
 HOSTS, JOBS = ("gpu07", "gpu08"), (30123456, 30123457)
 SCONTROL = """\
@@ -93,7 +93,7 @@ def look_at_srun(path):
     rank = int(os.environ["RANK"])
     real = f"tcp://localhost:{os.environ['MASTER_PORT']}"
     host = HOSTS[rank // 2]
-    for name in launchers.LAUNCHER_SETS:
+    for name in launch.LAUNCHER_SETS:
         del os.environ[name]
     values = {"PROCID": rank, "LOCALID": rank % 2, "NTASKS": 4, "NODEID": rank // 2, "NNODES": 2}
     values |= {"NPROCS": 4, "STEP_NUM_TASKS": 4, "JOB_NUM_NODES": 2, "NTASKS_PER_NODE": 2}

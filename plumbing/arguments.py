@@ -70,7 +70,7 @@ def checked(name: str, text: str) -> int | str:
         if not text:
             raise Refused(f"{name}: give the path of a file, not ''")
         folder = os.path.dirname(os.path.realpath(text) if os.path.islink(text) else text) or "."
-        if problem := cannot_write(folder, "choose another"):
+        if problem := cannot_write(folder, "choose a different one"):
             raise Refused(f"{name}: {problem}")
         return text
     least = 0 if name == "seed" else 1

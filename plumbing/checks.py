@@ -2,7 +2,7 @@
 
 import torch
 
-from plumbing import agree, files
+from plumbing import agree, files, output
 
 not_finite_at_start: set[str] | None = None  # names of buffers, once all_exit_if_unusable has run
 
@@ -24,8 +24,9 @@ def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
     finite at the start. (A mask may hold minus infinity.)
     """
     if len(train_data) == 0:
-        sizes = f"{len(train_data.sampler)} samples for each process, batch size"
-        agree.all_exit_if(f"an epoch has no step: {sizes} {train_data.batch_size}", True)
+        sizes = f"{len(output.sampler_of(train_data))} samples for each process, batch size"
+        size = output.batch_size_of(train_data)
+        agree.all_exit_if(f"an epoch has no step: {sizes} {size}", in_training=True)
     name, problem = not_finite(loss, model), None
     if name:
         cure = "Lower the learning rate (the smaller the batch, the lower) or look at the data"

@@ -266,8 +266,9 @@ def print_resume(snapshot: dict, train_data):
     if launch.rank() != 0:
         return
     print(f"Resuming training from snapshot at Epoch {snapshot['epochs_run']}")
-    if snapshot["seed"] != train_data.sampler.seed:
-        print(f"The snapshot's seed stays, {snapshot['seed']}, not {train_data.sampler.seed}")
+    seed = getattr(output.sampler_of(train_data), "seed", snapshot["seed"])
+    if snapshot["seed"] != seed:
+        print(f"The snapshot's seed stays, {snapshot['seed']}, not {seed}")
     now = output.batch_size_of(train_data), dist.get_world_size()
     before = tuple(snapshot.get("sizes", now))  # older snapshots do not contain them
     if now != before and None not in now + before:

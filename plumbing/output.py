@@ -41,6 +41,11 @@ def batch_size_of(train_data) -> int | None:
     return train_data.batch_size or getattr(train_data.batch_sampler, "batch_size", None)
 
 
+def sampler_of(train_data):
+    """Return the sampler that chooses the samples, also if a batch_sampler groups them."""
+    return getattr(train_data.batch_sampler, "sampler", None) or train_data.sampler
+
+
 def report(epoch: int, loss: float, train_data):
     """Print the line of an epoch, and log it to wandb if start_wandb has begun a run."""
     sizes = f"Batchsize: {batch_size_of(train_data) or 'varies'} | Steps: {len(train_data)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # DDP would import it later, and then it would keep the group alive
 import torch.multiprocessing as mp
 
 from plumbing import agree, launch
@@ -65,7 +66,9 @@ def find_launcher() -> int | None:
 def has_loaded_torch(process: int) -> bool:
     try:
         return "libtorch" in Path(f"/proc/{process}/maps").read_text()
-    except OSError:  # it has ended, belongs to a different user, or this is not Linux
+    except PermissionError:  # a torchrun of a different user, perhaps, but not the system's init
+        return process != 1
+    except OSError:  # it has ended, or this is not Linux
         return False
 
 

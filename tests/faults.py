@@ -456,7 +456,9 @@ def leave_foreign(job):
     job.die()
     for host in job.hosts:
         if host.disk not in source.parents:
-            foreign = torch.load(source, weights_only=True) | dict.fromkeys(("job_id", "wandb_id"), "foreign")
+            foreign = torch.load(source, weights_only=True) | dict.fromkeys(
+                ("job_id", "wandb_id"), "foreign"
+            )
             torch.save(foreign, host.disk / "snapshot.pt")
     job.start_all()
 

@@ -17,16 +17,21 @@ PATH = ROOT / "docs" / "every-line.md"
 INTRODUCTION = """\
 # Every line, and what happens without it
 
-Is each line of the ladder needed? Each that a lesson adds was taken out, put back to the lesson
-before or given a wrong value, and the script was run. The third column tells what went wrong: **in
-bold** the check that noticed, then what it saw. The last one, the seconds that this took. Imports,
-docstrings and `print`s are left out, and so is the first line of a function that is new.
+Is each line of the ladder needed? A program removed each line that a lesson adds, or put back the
+line of the lesson before, or a wrong value, and ran the script. The third column shows what went
+wrong: **in bold** the check that noticed it, then what the check saw. The last column shows how
+many seconds this took. The tables leave out imports, docstrings, `print`s, and the first line of a
+new function.
 
-A line that only names something for the next ones ends in an error there. No run needs a GPU: where
-a line is about one, the functions of torch that choose it have a stand-in.
+Some rows show only a part of a line, which is for something else than the whole line in the row
+before. A few rows are about a line that the script before contains, too, because this script shows
+better what the line is for.
 
-The tables are written by a program, and tests hold them: a new line without a proof fails, and so
-does a proof whose line is gone. To find out by yourself, do the
+A line that only gives a name to something ends in an error at the next line that uses the name. No
+run needs a GPU: where a line is about one, other functions replace those of torch that choose it.
+
+The tests compare the tables with the scripts: a new line without a proof fails, and so does a proof
+whose line is gone. To find out by yourself, do the
 [exercises](../README.md#exercises).
 """
 COLUMNS = "| line | is for | without it | seconds |\n|---|---|---|---|\n"
@@ -40,6 +45,11 @@ def code(text: str) -> str:
     """The line without its comments, in one row."""
     lines = (re.sub(r"\s+# .*", "", line) for line in text.splitlines())
     return f"`{cell(' '.join(lines))}`"
+
+
+def shown(proof) -> str:
+    """What the first column shows: the line, or the part of it that the proof is of."""
+    return code(proof.part or proof.line)
 
 
 def masked(message: str) -> str:
@@ -59,7 +69,7 @@ def row(proof) -> tuple[str, float]:
         _, message = proof.try_without(Path(folder))
         seconds = time.monotonic() - began
     return (
-        f"| {code(proof.line)} | {proof.purpose} | {said(proof, message)} | {seconds:.0f} |",
+        f"| {shown(proof)} | {proof.purpose} | {said(proof, message)} | {seconds:.0f} |",
         seconds,
     )
 
@@ -69,7 +79,7 @@ def document() -> str:
     for script, before in PREVIOUS.items():
         proofs = [proof for proof in PROOFS if proof.script == script]
         rows = [row(proof) for proof in proofs]
-        counts = f"{len(rows)} lines, {sum(took for _, took in rows):.0f} s on two CPU cores"
+        counts = f"{len(rows)} rows, {sum(took for _, took in rows):.0f} s on two CPU cores"
         table = COLUMNS + "\n".join(text for text, _ in rows)
         parts.append(f"## From {before} to {script}\n\n{counts}.\n\n{table}\n")
     return "\n".join([*parts, "---\n\nBack to the [tutorial](../README.md).\n"])

@@ -12,13 +12,13 @@ from launch import ROOT
 
 @dataclass(frozen=True)
 class Statement:
-    where: str  # the function or method that it stands in, by name
+    where: str  # the name of the function or method that contains it
     text: str  # its source from its first column on; of an `if`, `with` or `def` up to the colon
     kind: str  # "line", or why it needs no proof: "import", "docstring", "print", "new function"
     first: int  # its line numbers
     last: int
     column: int
-    before: tuple[str, ...] = ()  # the statements that stood there in the script before
+    before: tuple[str, ...] = ()  # the statements in its place in the script before
 
 
 def statements(source: str) -> list[tuple[str, Statement]]:
@@ -53,6 +53,11 @@ def statements(source: str) -> list[tuple[str, Statement]]:
     for node in ast.parse(source).body:
         visit(node, "__main__")
     return found
+
+
+def of(script: str) -> list[Statement]:
+    """All statements of a script in their order."""
+    return [statement for _, statement in statements((ROOT / script).read_text())]
 
 
 def kind_of(node) -> str:

@@ -20,19 +20,21 @@ PREVIOUS = {
 @dataclass(frozen=True)
 class Proof:
     script: str
-    where: str  # the function or method in which the line stands
-    line: str  # as it stands in the script; of an `if`, `with` or `def` up to the colon
+    where: str  # the function or method that contains the line
+    line: str  # as it is in the script; of an `if`, `with` or `def` up to the colon
     without: str  # what one process has in its place, "" for nothing
     purpose: str
     check: Callable  # what says that something is wrong,
     says: str = ""  # and what has to be in its message
     also: tuple[tuple[str, str], ...] = ()  # what else must change for the script to go on
     way: Callable | None = None  # how the check has it run, if not in its first way
+    part: str = ""  # what is missing in `without`, if that is only a part of the line
+    earlier: bool = False  # the script before contains the line, too, but does not show this
 
     @property
     def statement(self) -> lines.Statement:
         """The one statement of the script that the proof is of."""
-        found = lines.added(PREVIOUS[self.script], self.script)
+        found = lines.of(self.script)
         (one,) = (each for each in found if (each.where, each.text) == (self.where, self.line))
         return one
 
@@ -59,16 +61,14 @@ DISTRIBUTED = """\
 return DataLoader(
     dataset,
     batch_size=batch_size,
-    collate_fn=collate,  # as usual, but lets whole batches of MyTrainDataset pass
-    pin_memory=device.type not in ("cpu", "mps"),  # makes non_blocking copies possible
+    pin_memory=device.type == "cuda",  # lets a copy to the GPU run beside the computation
     sampler=DistributedSampler(dataset, seed=seed),  # shuffles, and takes this rank's share
 )"""
 SHUFFLED = """\
 return DataLoader(
     dataset,
     batch_size=batch_size,
-    collate_fn=collate,
-    pin_memory=device.type not in ("cpu", "mps"),
+    pin_memory=device.type == "cuda",
     shuffle=True,
     generator=torch.Generator().manual_seed(seed),
 )"""
@@ -89,7 +89,7 @@ PROOFS = [
     ),
     proof(
         "ddp_setup",
-        'device, gpu = torch.device("cpu"), None',
+        'device = torch.device("cpu")',
         "",
         "where there is no GPU, train on the CPU",
         checks.ends_in_an_error,
@@ -104,15 +104,25 @@ PROOFS = [
     ),
     proof(
         "ddp_setup",
-        "device = gpu = torch.device(local_rank)",
-        "gpu = device",
+        "device = torch.device(local_rank % plumbing.count_gpus())",
+        "",
         "a GPU for each process",
         checks.a_process_takes_a_GPU_that_is_not_its_own,
         "takes cpu",
     ),
     proof(
         "ddp_setup",
-        "torch.accelerator.set_device_index(local_rank)",
+        "device = torch.device(local_rank % plumbing.count_gpus())",
+        "device = torch.device(local_rank)",
+        "a process that sees one GPU only takes that one, whatever its local rank is",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "sees its own alone as GPU 0, and takes GPU 1",
+        part="% plumbing.count_gpus()",
+        way=ways.seeing_one_stand_in_gpu,
+    ),
+    proof(
+        "ddp_setup",
+        "torch.accelerator.set_device_index(device)",
         "pass",
         "calls that name no GPU take this process's own",
         checks.a_process_takes_a_GPU_that_is_not_its_own,
@@ -129,8 +139,7 @@ PROOFS = [
     ),
     proof(
         "ddp_setup",
-        "dist.init_process_group("
-        "backend, init_method, rank=rank, world_size=world_size, device_id=gpu)",
+        "dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)",
         "",
         "the processes meet: without it each is alone",
         checks.ends_in_an_error,
@@ -161,6 +170,14 @@ PROOFS = [
     ),
     proof(
         "Trainer._run_epoch",
+        "self.model.train()",
+        "",
+        "dropout and BatchNorm work as they have to in training, in whatever mode the model comes",
+        checks.trained_in_eval_mode,
+        earlier=True,
+    ),
+    proof(
+        "Trainer._run_epoch",
         "sampler = self.train_data.sampler",
         "",
         "a short name for the sampler",
@@ -171,7 +188,7 @@ PROOFS = [
         "Trainer._run_epoch",
         "sampler.set_epoch(epoch)",
         "",
-        "another order in each epoch",
+        "a new order in each epoch",
         checks.epoch_repeated,
     ),
     proof(
@@ -274,7 +291,7 @@ PROOFS = [
     proof(
         "__main__",
         "with plumbing.local_job(args.nproc) as init_method:",
-        'if init_method := f"file://{plumbing.os.getcwd()}/store":',
+        'if init_method := f"file://{__file__}.store":',
         "a place to meet for this job alone; an error that all have is told once",
         checks.error_not_told_in_one_line,
         "ProcessExitedException",
@@ -297,11 +314,13 @@ SNAPSHOT = """\
 snapshot = {  # a scheduler or a scaler belongs here too
     "model": weights,
     "optimizer": self.optimizer.state_dict(),
+    "optimizer_class": type(self.optimizer).__name__,
     "epochs_run": epoch + 1,
     "seed": self.train_data.sampler.seed,
     "sizes": (self.train_data.batch_size, dist.get_world_size()),
     "job_id": self.job_id,
 }"""
+OPTIMIZER_CLASS = '    "optimizer_class": type(self.optimizer).__name__,\n'
 
 PROOFS += [
     by_torchrun(
@@ -331,8 +350,8 @@ PROOFS += [
     ),
     by_torchrun(
         "ddp_setup",
-        "dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu)",
-        "dist.init_process_group(backend, device_id=gpu)",
+        "dist.init_process_group(backend, timeout=timedelta(seconds=timeout))",
+        "dist.init_process_group(backend)",
         "a rank that stands still is not waited for all day",
         checks.still_waiting_after_the_timeout,
     ),
@@ -364,7 +383,7 @@ PROOFS += [
     ),
     by_torchrun(
         "Trainer.__init__",
-        "self.job_id = os.urandom(4).hex()",
+        "self.job_id = plumbing.all_new_job_id()",
         "self.job_id = None",
         "a job has a name that its restarts find again",
         checks.a_restart_is_another_wandb_run,
@@ -379,13 +398,6 @@ PROOFS += [
         "begins with epoch 0",
     ),
     by_torchrun(
-        "Trainer.__init__",
-        "plumbing.all_fix_bucket_order(self.model)",
-        "",
-        "the last bit of a resumed run is that of an unbroken one",
-        checks.other_bits_than_an_unbroken_run,
-    ),
-    by_torchrun(
         "Trainer._save_snapshot",
         SNAPSHOT,
         "snapshot = weights",
@@ -393,6 +405,15 @@ PROOFS += [
         checks.ends_in_an_error,
         "is no snapshot of this script",
         way=ways.resumed,
+    ),
+    by_torchrun(
+        "Trainer._save_snapshot",
+        SNAPSHOT,
+        SNAPSHOT.replace(OPTIMIZER_CLASS, ""),
+        "the saved state of one optimizer is not loaded into a different one",
+        checks.a_different_optimizer_resumes,
+        "Adam before, AdamW now, and: Resuming",
+        part=OPTIMIZER_CLASS,
     ),
     by_torchrun(
         "Trainer._save_snapshot",
@@ -409,6 +430,14 @@ PROOFS += [
         "read the snapshot, if there is one",
         checks.training_thrown_away,
         "begins with epoch 0",
+    ),
+    by_torchrun(
+        "Trainer._load_snapshot",
+        "plumbing.all_exit_if_disks_differ(snapshot)",
+        "",
+        "machines that do not share a disk do not train apart, or begin anew",
+        checks.ranks_are_at_other_epochs,
+        "rank 0 begins with 0, rank 1 begins with 2",
     ),
     by_torchrun(
         "Trainer._load_snapshot",
@@ -535,6 +564,15 @@ PROOFS += [
     ),
     by_torchrun(
         "main",
+        "plumbing.all_exit_if_unusable(dataset, model, optimizer)",
+        "",
+        "what cannot be saved, or trained on, ends the job before hours of training",
+        checks.trains_what_cannot_be_saved,
+        "2 epochs, and then: ERROR: snapshot.pt is not saved",
+        earlier=True,
+    ),
+    by_torchrun(
+        "main",
         "trainer = Trainer("
         "model, train_data, optimizer, device, args.save_every, args.snapshot_path)",
         "trainer = Trainer(model, train_data, optimizer, device, args.save_every, 'snapshot.pt')",
@@ -560,11 +598,45 @@ PROOFS += [
 ]
 
 
-def on_machines(*given, **more):
-    return proof("Trainer._load_snapshot", *given, script="multinode.py", **more)
+def on_machines(line, *given, where="Trainer._load_snapshot", **more):
+    return proof(where, line, *given, script="multinode.py", **more)
 
+
+DIGEST = 'snapshot["digest"]'
+MINE = f'mine = (snapshot["epochs_run"], {DIGEST}) if snapshot else (0, "")'
 
 PROOFS += [
+    on_machines(
+        "self.job_id = plumbing.all_new_job_id()",
+        'self.job_id = "job"',
+        "no other job has this name",
+        checks.snapshots_of_two_jobs_are_mixed,
+        where="Trainer.__init__",
+        earlier=True,
+    ),
+    on_machines(
+        "self.job_id = plumbing.all_new_job_id()",
+        "self.job_id = os.urandom(4).hex()",
+        "all ranks of the job have the same name for it",
+        checks.wandb_runs_of_one_job_have_different_groups,
+        where="Trainer.__init__",
+        earlier=True,
+    ),
+    on_machines(
+        MINE,
+        'mine = (0, "")',
+        "each rank tells how far its snapshot is",
+        checks.ranks_are_at_other_epochs,
+        "rank 0 begins with 0, rank 1 begins with 2",
+    ),
+    on_machines(
+        MINE,
+        MINE.replace(DIGEST, '""'),
+        "two snapshots of one epoch need not be the same",
+        checks.ranks_hold_other_weights,
+        part=DIGEST,
+        way=ways.with_two_snapshots_of_one_epoch,
+    ),
     on_machines(
         "found = [None] * dist.get_world_size()",
         "",
@@ -574,77 +646,38 @@ PROOFS += [
         way=ways.moved,
     ),
     on_machines(
-        'mine = (snapshot["epochs_run"], snapshot["job_id"]) if snapshot else (0, None)',
-        "mine = (0, None)",
-        "each rank tells how far its snapshot is, and of which job",
+        "dist.all_gather_object(found, mine)",
+        "",
+        "all ranks know what each has found",
+        checks.ranks_are_at_other_epochs,
+        "rank 0 begins with 0, rank 1 begins with 2",
+    ),
+    on_machines(
+        "if len(set(found)) > 1:",
+        "if True:",
+        "nothing is sent if all ranks have read the same snapshot",
+        checks.a_snapshot_is_sent_that_all_have,
+    ),
+    on_machines(
+        "newest = found.index(max(found))",
+        "newest = 0",
+        "the snapshot comes from a rank that has the newest one, wherever rank 0 is",
         checks.training_thrown_away,
         "begins with epoch 0",
         way=ways.moved,
     ),
     on_machines(
-        "dist.all_gather_object(found, mine)",
-        "",
-        "all ranks know what each has found",
-        checks.ends_in_an_error,
-        "'NoneType' object is not iterable",
-        way=ways.moved,
-    ),
-    on_machines(
-        "epochs, jobs = zip(*found, strict=True)",
-        "",
-        "how far the snapshots are, and of which jobs",
-        checks.ends_in_an_error,
-        "name 'jobs' is not defined",
-        way=ways.moved,
-    ),
-    on_machines(
-        "different = len(set(jobs) - {None}) > 1",
-        "different = False",
-        "snapshots of two jobs do not belong together",
-        checks.snapshots_of_two_jobs_are_mixed,
-    ),
-    on_machines(
-        'problem = f"{self.snapshot_path} is not of the same job on all machines: keep one job\'s"',
-        "",
-        "what is wrong and what to do",
-        checks.ends_in_an_error,
-        "name 'problem' is not defined",
-        way=ways.with_snapshots_of_two_jobs,
-    ),
-    on_machines(
-        "plumbing.all_exit_if(problem if different else None)",
-        "",
-        "all ranks end before any of them trains",
-        checks.snapshots_of_two_jobs_are_mixed,
-    ),
-    on_machines(
-        "box = [snapshot, self.job_id]",
-        "",
-        "what is sent, and where it arrives",
-        checks.ends_in_an_error,
-        "name 'box' is not defined",
-        way=ways.moved,
-    ),
-    on_machines(
-        "dist.broadcast_object_list(box, src=epochs.index(max(epochs)), device=self.device)",
-        "",
-        "the newest snapshot goes to all ranks, wherever rank 0 is",
+        "snapshot = plumbing.all_broadcast_snapshot(snapshot, src=newest)",
+        "pass",
+        "all ranks continue from that snapshot",
         checks.ranks_are_at_other_epochs,
         "rank 0 begins with 0, rank 1 begins with 2",
     ),
     on_machines(
-        "snapshot, self.job_id = box",
-        "",
-        "each rank takes what was sent in place of its own",
-        checks.ranks_are_at_other_epochs,
-        "rank 0 begins with 0, rank 1 begins with 2",
-    ),
-    proof(
-        "main",
         "plumbing.start_wandb(args, trainer.job_id, group=trainer.job_id)",
         "plumbing.start_wandb(args, trainer.job_id)",
         "every rank has a run, and they are found together",
         checks.only_rank_0_has_a_wandb_run,
-        script="multinode.py",
+        where="main",
     ),
 ]

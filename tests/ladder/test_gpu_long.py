@@ -78,7 +78,7 @@ def test_more_processes_than_gpus_are_refused_by_multigpu():
 def test_more_processes_than_gpus_are_refused_under_torchrun():
     """The line comes once for the job; the exit status is torchrun's."""
     text = run(torchrun(TORCHRUN_SCRIPT, 1, 1, nproc=2), 100, status=1, **gpus(1))
-    assert text.count("ERROR: 2 processes, but 1 GPUs on ") == 1
+    assert text.count("ERROR: ranks 0 and 1 use the same GPU, ") == 1
     assert not lines(EPOCH, text) and not list(Path().glob("*.pt"))
 
 

@@ -5,9 +5,10 @@ import re
 import subprocess
 from itertools import pairwise
 
-import launchers
 import pytest
 from launch import ROOT
+
+from plumbing import launch
 
 LADDER = ["single_gpu.py", "multigpu.py", "multigpu_torchrun.py", "multinode.py"]
 
@@ -58,13 +59,13 @@ HOUSE = {
 }
 
 # The sizes of the ladder, and of a function anywhere: it fits on a screen.
-LINES = {"single_gpu.py": 95, "multigpu.py": 125, "multigpu_torchrun.py": 155, "multinode.py": 170}
+LINES = {"single_gpu.py": 93, "multigpu.py": 126, "multigpu_torchrun.py": 159, "multinode.py": 167}
 EXERCISES = [f"exercises/{path.name}" for path in (ROOT / "exercises").glob("*.py")]
-PLUMBING = ["plumbing.py", "launchers.py"]
+PLUMBING = [f"plumbing/{path.name}" for path in sorted((ROOT / "plumbing").glob("*.py"))]
 LINES_OF_A_FUNCTION = 50
 
 # And of a lesson: lines that are new, and lines that are gone, at most.
-DIFFS = dict(zip(LESSONS, [(42, 12), (52, 22), (18, 5)], strict=True))
+DIFFS = dict(zip(LESSONS, [(45, 11), (57, 23), (15, 6)], strict=True))
 
 ORDER = ["docstring", "imports", "ddp_setup", "Trainer", "load_train_objs"]
 ORDER += ["prepare_dataloader", "parse_args", "main", "__main__"]
@@ -75,17 +76,20 @@ OURS |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
 LAUNCHER_SETS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 LAUNCHER_SETS |= {"MASTER_ADDR", "MASTER_PORT"}
 PLUMBING_SETS = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
-OTHERS_SET = {*launchers.OTHERS_SET, *launchers.NUMBERS_ON_A_MACHINE}
+OTHERS_SET = {*launch.OTHERS_SET, *launch.NUMBERS_ON_A_MACHINE}
 OTHERS_SET |= {"PET_NPROC_PER_NODE", "TORCHELASTIC_RUN_ID"}
 
 # What by its purpose is done once on each machine, or counts machines.
-ONCE_A_MACHINE = {"plumbing.py": {"all_exit_if", "all_own"}}
+ONCE_A_MACHINE = {
+    "plumbing/agree.py": {"all_exit_if", "all_exit_if_gpu_shared", "exit_before_group"},
+    "plumbing/locks.py": {"all_own"},
+}
 ONCE_A_MACHINE |= {"training/job.py": {"all_count_machines"}}
 ONCE_A_MACHINE |= {"llm/data.py": {"prepare_tokens"}}
 ONCE_A_MACHINE |= {"train_translation.py": {"all_load_datasets"}}
 # What all ranks call and is not named so: a script's first steps, when no rank can wait for another
 # yet.
-ALL_BY_NATURE = {"parse_args", "require_torchrun"}
+ALL_BY_NATURE = {"arguments.parse_args", "processes.require_torchrun"}
 # What torch.distributed does without a word to another rank.
 ALONE = {"is_initialized", "get_rank", "get_world_size", "get_node_local_rank"}
 ALONE |= {"is_torchelastic_launched", "destroy_process_group"}
@@ -152,39 +156,55 @@ def test_a_function_fits_on_a_screen(script):
         assert function.end_lineno - function.lineno < LINES_OF_A_FUNCTION, function.name
 
 
-@pytest.mark.parametrize("script", [*LADDER, *PLUMBING, "datautils.py"])
+@pytest.mark.parametrize("script", [*LADDER, "datautils.py"])
 def test_arrows_go_down_only(script):
-    """A script needs plumbing.py and datautils.py, plumbing.py needs launchers.py, that is all."""
-    ours = {name.partition(".")[0] for name in imported(script)} & OURS
-    needed = dict.fromkeys(LADDER, {"plumbing", "datautils"}) | {"plumbing.py": {"launchers"}}
-    assert ours == needed.get(script, set())
+    """A script needs plumbing/ and datautils.py, which needs nothing of ours."""
+    assert rooms_of(script) == ({"plumbing", "datautils"} if script in LADDER else set())
+
+
+@pytest.mark.parametrize("script", PLUMBING)
+def test_plumbing_needs_nothing_else_of_ours(script):
+    """The package can be carried to a cluster without the rest."""
+    assert rooms_of(script) <= {"plumbing"}
 
 
 @pytest.mark.parametrize("script", HOUSE)
 def test_arrows_go_down_only_in_real_runs(script):
-    """A script needs its package, this needs training/, and this plumbing.py and launchers.py."""
-    ours = {name.partition(".")[0] for name in imported(script)} & OURS
-    assert ours <= HOUSE[script] | {"plumbing", "launchers"}
+    """A script needs its package, this needs training/, and this plumbing/."""
+    assert rooms_of(script) <= HOUSE[script] | {"plumbing"}
 
 
 def test_no_two_modules_need_each_other():
     """Who reads a module finds what it needs in modules that do not need it."""
-    modules = {script[:-3].replace("/", "."): script for script in HOUSE}
+    modules = {name_of_module(script): script for script in [*PLUMBING, *HOUSE]}
     needs = {name: imported(script) & modules.keys() for name, script in modules.items()}
+    assert "plumbing.agree" in needs["plumbing.files"] and "plumbing.files" in needs["plumbing"]
     while free := {name for name in needs if not needs[name]}:
         needs = {name: needs[name] - free for name in needs.keys() - free}
     assert needs == {}
 
 
+def name_of_module(script):
+    return script.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def rooms_of(script):
+    """The files and packages of ours that a file imports."""
+    return {name.partition(".")[0] for name in imported(script)} & OURS
+
+
 def imported(script):
-    """The modules that a file imports, and those of a package that it takes by `from`."""
+    """The modules that a file imports, those of a package that it takes by `from` included."""
     found = set()
     for node in ast.walk(ast.parse((ROOT / script).read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            package = ROOT / node.module.replace(".", "/")
+            for alias in node.names:
+                is_module = (package / f"{alias.name}.py").exists()
+                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
     return found
 
 
@@ -215,7 +235,7 @@ def depends_on_the_local_rank(tree):
     for node in ast.walk(tree):
         asked = getattr(node, "test", node)  # of an if, a while, an assert
         if asked is not node or isinstance(node, (ast.Compare, ast.BoolOp, ast.UnaryOp)):
-            if "local_rank" in ast.unparse(asked).lower():
+            if re.search("local_?rank|number_here", ast.unparse(asked).lower()):
                 return True
     return False
 
@@ -238,29 +258,60 @@ def test_what_is_done_once_on_each_machine(script):
 
 
 def test_what_all_ranks_have_to_call_is_named_so():
-    """Nobody copies a function that waits for the other ranks under `if rank == 0`."""
-    named = functions((ROOT / "plumbing.py").read_text())
-    calls = {
-        name: {ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
-        for name, function in named.items()
-    }
+    """Nobody copies a function that waits for the other ranks under `if rank == 0`.
+
+    A function waits if it calls torch.distributed, or a function of any module that waits.
+    """
+    calls = {}
+    for script in [*PLUMBING, "training/buckets.py"]:
+        calls |= calls_of(script)
     together = {
         name
         for name, called in calls.items()
         for module, _, method in (call.rpartition(".") for call in called)
-        if (module == "dist" and method not in ALONE) or method == "backward"
+        if (module.partition(".")[0] == "dist" and method not in ALONE) or method == "backward"
     }
+    assert {
+        "agree.all_gather",
+        "agree.all_gather_by_store",
+        "buckets.all_fix_bucket_order",
+    } <= together
     while more := {name for name in calls if calls[name] & together} - together:
         together |= more
-    assert {name for name in together if not name.startswith("all_")} == ALL_BY_NATURE
-    assert {name for name in named if name.startswith("all_")} <= together, "a name that lies"
+    named_so = {name for name in calls if name.partition(".")[2].startswith("all_")}
+    assert together - named_so == ALL_BY_NATURE
+    assert named_so <= together, "a name that lies"
+
+
+def calls_of(script):
+    """What each function of a module calls. Names of ours have their module: `agree.all_gather`."""
+    tree = ast.parse((ROOT / script).read_text())
+    own = name_of_module(script).rpartition(".")[2]
+    named = functions(ast.unparse(tree))
+    homes = {name: f"{own}.{name}" for name in named}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("plumbing."):
+            module = node.module.removeprefix("plumbing.")
+            homes |= {alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names}
+    found = {}
+    for name, function in named.items():
+        called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+        called = map(ast.unparse, called)
+        found[f"{own}.{name}"] = {homes.get(call, call) for call in called}
+    return found
+
+
+@pytest.mark.parametrize("script", PLUMBING)
+def test_no_barrier_in_plumbing(script):
+    """On a GPU it warns about a group without device_id: a refusal would be more than its line."""
+    assert "barrier" not in (ROOT / script).read_text()
 
 
 @pytest.mark.parametrize("script", [*LADDER, *HOUSE])
 def test_the_environment_is_read_in_ddp_setup_only(script):
     """Where a process is in its job comes from the launcher, and enters at one place.
 
-    The other places are plumbing.py and launchers.py, which are not asked here.
+    The other place is plumbing/, which is not asked here.
     """
     readers = {name for name, text in parts(script).items() if re.search(r"environ|getenv", text)}
     assert readers <= {"ddp_setup"}
@@ -278,4 +329,4 @@ def test_no_script_knows_that_it_is_tested(script):
     strings = {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
     words = {word for text in strings if text == text.upper() for word in text.split()}
     variables = {word for word in words if re.fullmatch(r"[A-Z][A-Z0-9_]+", word)}
-    assert variables <= LAUNCHER_SETS | PLUMBING_SETS | OTHERS_SET | {"CPU", "GPU"}
+    assert variables <= LAUNCHER_SETS | PLUMBING_SETS | OTHERS_SET

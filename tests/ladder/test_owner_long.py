@@ -15,7 +15,8 @@ def test_the_second_job_is_refused_and_the_first_trains_on(tmp_path):
     wait_for(first, lambda output: "Epoch 3 | Training snapshot saved" in output)
     status, output = launch.finish(start(torchrun(script, 10**6, 1, "--seed=2")))
     (holder,) = re.findall(r"Rank: 0 .* Pid: (\d+)", first.log.read_text())
-    named = rf"^ERROR: another job has {tmp_path}/snapshot.pt \(process {holder} of .*\): wait for "
+    path = f"{tmp_path}/snapshot.pt"
+    named = rf"^ERROR: a different job uses {path} \(process {holder} of .*\)\. Wait until it has "
     assert status == 1 and re.search(named, output, re.MULTILINE), output
     assert len(re.findall("^ERROR: ", output, re.MULTILINE)) == 1 and "] Epoch " not in output
     before = first.log.read_text()

@@ -51,7 +51,7 @@ import multigpu
 import multigpu_torchrun
 import plumbing
 import single_gpu
-from datautils import MyTrainDataset, build_model, collate
+from datautils import MyTrainDataset, build_model
 
 SCRIPTS = [SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE]
 
@@ -363,7 +363,7 @@ def test_the_seed_decides_weights_and_order():
 
 @each_script
 def test_a_plain_dataset_drops_in(script):
-    """Samples one by one, here of a list, are trained like the toy's batches, to the last bit."""
+    """A list of samples is trained like the toy, to the last bit."""
     samples = "[sample for sample in zip(*vars(MyTrainDataset(2048)).values())]"
     plain = edited(script, "plain.py", ("MyTrainDataset(2048)", samples))
     saved = []
@@ -374,20 +374,6 @@ def test_a_plain_dataset_drops_in(script):
         content = torch.load(path, weights_only=True)
         saved.append((content.get("model", content), losses(text)))
     torch.testing.assert_close(*saved, rtol=0, atol=0)
-
-
-def test_samples_are_collated_and_batches_left_alone():
-    """datautils.collate makes of dicts, triples and pairs what PyTorch makes of them."""
-    one, two = torch.tensor([1.0]), torch.tensor([2.0])
-    both = torch.tensor([[1.0], [2.0]])
-    torch.testing.assert_close(collate([one, two]), both)
-    torch.testing.assert_close(collate([{"x": one}, {"x": two}]), {"x": both})
-    torch.testing.assert_close(
-        collate([(one, 3, 0.5), (two, 4, 0.25)]),
-        [both, torch.tensor([3, 4]), torch.tensor([0.5, 0.25], dtype=torch.float64)],
-    )
-    for batch in ((both, both), {"x": both}, both):
-        assert collate(batch) is batch
 
 
 @pytest.mark.parametrize(
@@ -419,7 +405,7 @@ class Recorder(Dataset):
     def __getitems__(self, indices):
         self.asked.append(indices)
         time.sleep(self.seconds)
-        return torch.ones(len(indices), 20), torch.zeros(len(indices), dtype=torch.int64)
+        return [(torch.ones(20), 0) for _ in indices]
 
 
 def trainer_on(script, dataset, batch_size=4):

@@ -88,7 +88,7 @@ def test_broken_wandb_does_not_end_training(tmp_path):
     Path("driver.py").write_text(ALL_SCRIPTS_IN_ONE_PROCESS)
     env = one_process() | {"PYTHONPATH": f"{tmp_path / 'broken'}:{launch.ROOT}"}
     output = launch.run(launch.forked("driver.py", 1, "--wandb", "offline"), **env)
-    assert output.count("Training goes on without wandb: this wandb is broken\n") == 4
+    assert output.count("Training continues without wandb: this wandb is broken\n") == 4
     assert len(printed(output)) == 3  # multinode.py finds the snapshot of one epoch
 
 
@@ -98,7 +98,7 @@ def test_wandb_without_account_and_network_does_not_end_training(tmp_path):
     output = launch.run(
         launch.python(launch.SINGLE, 1, "--wandb", "online"), 120, **nowhere, **QUIET
     )
-    assert "Training goes on without wandb: " in output
+    assert "Training continues without wandb: " in output
     assert len(printed(output)) == 1
 
 

@@ -103,7 +103,7 @@ def test_a_compiled_model_shares_its_files_with_a_plain_one(tmp_path, saved_as, 
 
     path = str(tmp_path / "snapshot.pt")
     saved, read = made(saved_as), made(read_by)
-    files.write_atomically({"model": saved.state_dict(), "epochs_run": 1}, path)
+    files.write_atomically({"model": saved.state_dict(), "optimizer": {}}, path)
     snapshot = files.load_whole(path, {"model"})
     assert list(snapshot["model"]) == list(model().state_dict())
     files.prepare(snapshot, read)

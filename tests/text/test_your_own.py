@@ -25,11 +25,18 @@ from launch import (
     start,
     torchrun,
 )
-from torch.utils.data import DataLoader, Dataset, random_split
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    WeightedRandomSampler,
+    default_collate,
+    random_split,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 import multigpu_torchrun
-from datautils import MyTrainDataset, build_model, collate
+from datautils import MyTrainDataset, build_model
 
 PAGE = (ROOT / "docs" / "your-own.md").read_text()
 
@@ -137,8 +144,8 @@ def test_the_page_lists_its_recipes():
 
 def test_a_dataset_of_files(tmp_path):
     """It trains as the toy does, under torchrun, in a folder that has what the page says."""
-    for name in ("plumbing.py", "launchers.py", "datautils.py"):
-        shutil.copy(ROOT / name, tmp_path)
+    shutil.copy(ROOT / "datautils.py", tmp_path)
+    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
     Path("points").mkdir()
     features, labels = MyTrainDataset(256)[:]
     for number, (point, label) in enumerate(zip(features, labels, strict=True)):
@@ -163,7 +170,7 @@ def test_ranks_that_list_files_differently_train_on_other_samples():
 
 def test_samples_of_different_sizes_need_a_collate_of_ones_own():
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
-        collate([torch.zeros(2), torch.zeros(3)])
+        default_collate([torch.zeros(2), torch.zeros(3)])
 
 
 class Samples(Dataset):
@@ -189,10 +196,34 @@ class Samples(Dataset):
 def test_the_trainer_as_it_is_wants_pairs(sample, error, message):
     data = Samples(8, sample)
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    loader = DataLoader(data, sampler=sampler, collate_fn=collate)
-    trainer = SimpleNamespace(train_data=loader, rank=0, device=torch.device("cpu"))
+    loader, model = DataLoader(data, sampler=sampler), torch.nn.Identity()
+    trainer = SimpleNamespace(train_data=loader, rank=0, device=torch.device("cpu"), model=model)
     with pytest.raises(error, match=message):
         multigpu_torchrun.Trainer._run_epoch(trainer, 0)
+
+
+# Batches of a sampler
+
+
+def test_what_the_trainer_asks_a_loader_whose_batches_a_sampler_makes():
+    loader = DataLoader(Samples(8, 0), batch_sampler=BatchSampler(range(8), 4, drop_last=False))
+    errors = [
+        (lambda: loader.batch_size * 2, TypeError),
+        (lambda: loader.sampler.set_epoch(0), AttributeError),
+    ]
+    for call, error in errors:
+        with pytest.raises(error) as raised:
+            call()
+        assert f"`{raised.value}`" in PAGE
+
+
+def test_weights_and_one_seed_make_all_ranks_draw_the_same():
+    def drawn(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return list(WeightedRandomSampler(torch.ones(64), 32, generator=generator))
+
+    assert drawn(0) == drawn(0) != drawn(1)
+    assert not hasattr(WeightedRandomSampler, "set_epoch")
 
 
 # A validation loss

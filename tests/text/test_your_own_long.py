@@ -47,7 +47,7 @@ SAVE = "plumbing.save_atomically(snapshot, self.snapshot_path)"
 KEEP = (SAVE, f'{SAVE}\n        os.link(self.snapshot_path, f"epoch-{{epoch + 1}}.pt")')
 
 
-STEP = "            samples += len(source)\n"
+STEP = "            totals[1] += len(source)\n"
 
 
 END = "    del trainer"
@@ -76,7 +76,7 @@ def resumed_is_unbroken(script, *args):
 
 def losses(output, name="Loss"):
     """Rank 0's losses by epoch."""
-    form = r"^\[.PU0\] Epoch \d+ .*\| Loss: (\S+)$"
+    form = r"^\[rank 0\] Epoch \d+ .*\| Loss: (\S+)$"
     if name == "Validation loss":
         form = r"^Epoch \d+ \| Validation loss: (\S+)$"
     return [float(loss) for loss in re.findall(form, output, re.MULTILINE)]
@@ -132,6 +132,40 @@ def test_triples(plain):
 def test_dicts(plain):
     ranks(recipe(OTHER_SAMPLES, *mine(Dicts, "Dicts()"), number=1), 2, 1)
     assert_same("snapshot.pt", plain[0] / "snapshot.pt")
+
+
+# Batches of a sampler
+
+OF_A_SAMPLER = "Batches of a sampler"
+
+
+def test_the_same_batches_by_a_batch_sampler(plain):
+    output = resumed_is_unbroken(recipe(OF_A_SAMPLER, KEEP))
+    assert_same("snapshot.pt", plain[0] / "snapshot.pt")
+    assert losses(output) == losses(plain[1])
+    assert "Global batch size: 64" in output and "Batchsize: 32 | Steps: 8 |" in output
+
+
+class Numbered(MyTrainDataset):
+    """The first feature is the number of the sample."""
+
+    def __getitem__(self, index):
+        features, label = super().__getitem__(index)
+        return torch.cat([torch.tensor([index / 4096]), features[1:]]), label
+
+
+def test_samples_with_weights():
+    """Only the first half has one. Each rank draws others than the other one, in each epoch."""
+    weights = ("torch.ones(len(dataset))", "(torch.arange(len(dataset)) < 256).float()")
+    numbered = mine(Numbered, "Numbered(512)")
+    script = recipe(OF_A_SAMPLER, *numbered, weights, (STEP, STEP + SEEN), KEEP, number=1)
+    epochs = batches(resumed_is_unbroken(script))
+    shares = [str(epochs[epoch][rank]) for epoch in (0, 1) for rank in (0, 1)]
+    assert len(set(shares)) == 4
+    for epoch in epochs.values():
+        for rank in epoch.values():
+            seen = [number for batch in rank for number in batch]
+            assert len(seen) == 256 and max(seen) < 256
 
 
 NORMED = mine(Normed, model="Normed()")
@@ -281,7 +315,7 @@ def test_accumulation_is_one_process_with_a_larger_batch():
     script = recipe(ACCUMULATION, *mine(told), hook, FEW, KEEP, EACH)
     output = resumed_is_unbroken(script, "--batch_size", 8)
     assert "Global batch size: 64" in output
-    passes = 1 + 2 * 7  # all_fix_bucket_order's, and the steps of two epochs
+    passes = 2 * 7  # the steps of two epochs
     assert output.count("averaged") == 2 * passes
     assert_close("rank-0.pt", "rank-1.pt", rtol=0, atol=0)
     one = unchanged(FEW, name="one.py")
@@ -514,6 +548,8 @@ def on_gpus(script, *args, nproc=2):
     [
         (OTHER_SAMPLES, 0),
         (OTHER_SAMPLES, 1),
+        (OF_A_SAMPLER, 0),
+        (OF_A_SAMPLER, 1),
         (VALIDATION, 0),
         ("A learning-rate schedule", 0),
         ("Workers that load samples", 0),

@@ -9,7 +9,8 @@ import pytest
 import torch
 from llm_runs import FIRST, llm, metrics
 
-from training.snapshots import differences, misfit
+from plumbing.files import misfit
+from training.snapshots import differences
 from training.trainer import Trainer
 
 
@@ -26,10 +27,10 @@ def test_differences_in_words():
     here |= {"data": ("b2", "new.txt"), "steps": 4}
     assert differences(there, here) == "data is old.txt (a1) there, new.txt (b2) here"
     tensors = {"model": {"w": torch.zeros(2), "b": torch.zeros(1)}}
-    assert misfit(tensors, {"model": {"w": torch.ones(2), "b": torch.ones(1)}}) is None
-    assert misfit(tensors, {"model": {"w": torch.ones(2)}}) == "model b is missing there, [1] here"
-    assert misfit(tensors, {"model": {"w": torch.ones(3)}}) == "model w is [3] there, [2] here"
-    assert misfit(tensors, {}) == "model w is missing there, [2] here"
+    assert misfit({"model": {"w": torch.ones(2), "b": torch.ones(1)}}, tensors) is None
+    assert misfit({"model": {"w": torch.ones(2)}}, tensors) == "model b is missing there, [1] here"
+    assert misfit({"model": {"w": torch.ones(3)}}, tensors) == "model w is [3] there, [2] here"
+    assert misfit({}, tensors) == "model w is missing there, [2] here"
 
 
 def test_a_longer_run_is_told_what_becomes_of_its_learning_rate(local, tmp_path, first):
