@@ -108,7 +108,7 @@ def main(rank, world_size, init_method, args):  # mp.spawn gives each process it
     device = ddp_setup(rank, world_size, init_method)
     plumbing.print_rank(device)
     dataset, model, optimizer = load_train_objs(args.seed)
-    plumbing.all_exit_if_unusable(dataset, model, optimizer)
+    plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
     plumbing.start_wandb(args)

@@ -82,11 +82,12 @@ class Trainer:
         snapshot = {  # a scheduler or a scaler belongs here too
             "model": weights,
             "optimizer": self.optimizer.state_dict(),
-            "optimizer_class": type(self.optimizer).__name__,
             "epochs_run": epoch + 1,
             "seed": self.train_data.sampler.seed,
-            "sizes": (self.train_data.batch_size, dist.get_world_size()),
             "job_id": self.job_id,
+            # A resume compares these two with the run that continues.
+            "optimizer_class": type(self.optimizer).__name__,
+            "sizes": (self.train_data.batch_size, dist.get_world_size()),
         }
         plumbing.save_atomically(snapshot, self.snapshot_path)
         print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")
@@ -151,7 +152,7 @@ def main(args):
     plumbing.print_rank(device)
     plumbing.all_exit_if_args_bad(args)
     dataset, model, optimizer = load_train_objs(args.seed)
-    plumbing.all_exit_if_unusable(dataset, model, optimizer)
+    plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)
     plumbing.start_wandb(args, trainer.job_id, group=trainer.job_id)  # one per rank

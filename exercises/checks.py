@@ -21,11 +21,11 @@ from exercises.ways import (
     typed,
     typed_with_no_data,
     unbroken,
+    with_a_buffer_that_becomes_infinite,
     with_a_different_optimizer,
     with_a_full_disk,
     with_a_model_in_eval_mode,
     with_a_rank_that_stops,
-    with_an_optimizer_that_cannot_be_saved,
     with_another_seed_on_rank_1,
     with_snapshots_of_two_jobs,
     with_two_snapshots_of_one_epoch,
@@ -219,11 +219,12 @@ def still_waiting_after_the_timeout(run):
         return "rank 1 stands still, --timeout is 3 s, and rank 0 still waits after 14 s"
 
 
-@seen_by(with_an_optimizer_that_cannot_be_saved)
-def trains_what_cannot_be_saved(run):
-    if epochs := run.output.count("[rank 0] Epoch "):
-        error = re.findall("^ERROR: .*", run.output, re.MULTILINE)
-        return f"{epochs} epochs, and then: {error[0] if error else 'no error'}"
+@seen_by(with_a_buffer_that_becomes_infinite)
+def what_is_not_finite_is_saved(run):
+    for path in run.folder.glob("rank0/snapshot.pt"):
+        weights = torch.load(path, weights_only=True)["model"]
+        if bad := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+            return f"{bad[0]!r} in {path.name}"
 
 
 @seen_by(with_another_seed_on_rank_1)
@@ -386,6 +387,6 @@ MAY_CRASH = {
     snapshots_of_two_jobs_are_mixed,
     still_waiting_after_the_timeout,
     traceback_not_in_the_report_of_torchrun,
-    trains_what_cannot_be_saved,
+    what_is_not_finite_is_saved,
 }
 MAY_HANG = {DDP_outlives_its_group}  # at its exit, now and then

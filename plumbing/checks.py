@@ -7,14 +7,12 @@ from plumbing import agree, files, output
 not_finite_at_start: set[str] | None = None  # names of buffers, once all_exit_if_unusable has run
 
 
-def all_exit_if_unusable(dataset, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
-    """End all ranks if there is nothing to train on, or if the optimizer could not be saved."""
+def all_exit_if_unusable(dataset, model: torch.nn.Module):
+    """End all ranks if the dataset is empty. Note which buffers of the model are finite."""
     global not_finite_at_start
     not_finite_at_start = {name for name, buffer in model.named_buffers() if not is_finite(buffer)}
-    problem = files.cannot_be_read_back(optimizer.state_dict(), "optimizer.state_dict()")
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        problem = "the dataset has 0 samples, nothing to train on"
-    agree.all_exit_if(problem)
+    empty = hasattr(dataset, "__len__") and len(dataset) == 0
+    agree.all_exit_if("the dataset has 0 samples, nothing to train on" if empty else None)
 
 
 def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):

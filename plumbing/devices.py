@@ -36,7 +36,7 @@ def name_of_gpu(device: torch.device) -> str | None:
     """
     if device.type != "cuda":
         return None
-    return str(torch.cuda.get_device_properties(device).uuid)
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # as nvidia-smi -L prints it
 
 
 def shared_gpu(gpus: list[tuple[str, str | None]]) -> str | None:

@@ -103,9 +103,11 @@ def without_compiled(content):
 def all_read_snapshot(path: str, model, optimizer) -> dict | None:
     """Return the snapshot at `path`, on the CPU, or None if there is none.
 
-    If any rank has one that cannot be used, all ranks end. To what is in the file this adds
-    "digest", a checksum by which equal files are known.
+    If any rank has one that cannot be used, all ranks end. They also end if the state of the
+    optimizer could not be saved. To what is in the file this adds "digest", a checksum by which
+    equal files are known.
     """
+    agree.all_exit_if(cannot_be_read_back(optimizer.state_dict(), "optimizer.state_dict()"))
     snapshot, problem = None, None
     folder, name = os.path.split(os.path.realpath(path))
     busy = f"a different job uses {folder}/{name}"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from plumbing import agree, launch
 
-held = {}  # the open file of each path: the lock holds as long as the file is open
+held = {}  # the open file of each lock that this process has, which lasts as long as it is open
 TRIES_PER_SECOND = 5
 
 
@@ -30,12 +30,16 @@ def try_to_lock(path: str, owner: str) -> str | None:
     A file that contains `owner` already belongs to another process of the same job, which shares
     the lock. Raises OSError where the file system has no locks.
     """
-    file = held[path] = held.get(path) or open(path, "a")
+    if path in held:
+        return None
+    file = open(path, "a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.close()
         holder = Path(path).read_text() or "a job that has not written its name"
         return None if holder == owner else holder
+    held[path] = file
     file.truncate(0)
     print(owner, end="", file=file, flush=True)
     os.fsync(file.fileno())  # other machines read it

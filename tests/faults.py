@@ -279,7 +279,7 @@ class Job:
         if not found:
             return {"epochs_run": 0}
         newest = max(found, key=progress)
-        for key in "job_id", "wandb_id", "name", "identity", "settings":
+        for key in "job_id", "wandb_id", "name", "identity", "settings", "optimizer_class":
             newest.pop(key, None)
         return newest
 

@@ -273,7 +273,9 @@ def test_check_cluster_tells_of_more_processes_than_gpus():
             launch.python(launch.CHECK, "--nproc_per_node=2"), 20, status=2, **launch.gpus(1)
         )
     )
-    assert re.match(r"2 processes, but 1 GPUs on \S+: start one per GPU$", error)
+    assert re.match(
+        r"ranks 0 and 1 use the same GPU, GPU-\S+ of \S+\. Start one process for each GPU$", error
+    )
 
 
 @pytest.mark.gpu(1)

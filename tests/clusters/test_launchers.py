@@ -3,10 +3,11 @@
 import uuid
 
 import launch
-import launchers
 import pytest
 import torch
 from launch import CHECK, SINGLE, python, run
+
+from plumbing import launch as launchers
 
 POD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29711"}
 

@@ -6,11 +6,12 @@ import signal
 import sys
 
 import launch
-import launchers
 import pytest
 import torch
 from launch import CHECK, LLM, MULTI, MULTINODE, SINGLE, TORCHRUN_SCRIPT, free_port, python, run
 from test_launchers import EACH, FOREIGN, refused
+
+from plumbing import launch as launchers
 
 
 @EACH

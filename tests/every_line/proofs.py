@@ -314,11 +314,11 @@ SNAPSHOT = """\
 snapshot = {  # a scheduler or a scaler belongs here too
     "model": weights,
     "optimizer": self.optimizer.state_dict(),
-    "optimizer_class": type(self.optimizer).__name__,
     "epochs_run": epoch + 1,
     "seed": self.train_data.sampler.seed,
-    "sizes": (self.train_data.batch_size, dist.get_world_size()),
     "job_id": self.job_id,
+    "optimizer_class": type(self.optimizer).__name__,
+    "sizes": (self.train_data.batch_size, dist.get_world_size()),
 }"""
 OPTIMIZER_CLASS = '    "optimizer_class": type(self.optimizer).__name__,\n'
 
@@ -564,11 +564,11 @@ PROOFS += [
     ),
     by_torchrun(
         "main",
-        "plumbing.all_exit_if_unusable(dataset, model, optimizer)",
+        "plumbing.all_exit_if_unusable(dataset, model)",
         "",
-        "what cannot be saved, or trained on, ends the job before hours of training",
-        checks.trains_what_cannot_be_saved,
-        "2 epochs, and then: ERROR: snapshot.pt is not saved",
+        "buffers that are finite at the start have to stay so; an empty dataset is refused",
+        checks.what_is_not_finite_is_saved,
+        "'seen' in snapshot.pt",
         earlier=True,
     ),
     by_torchrun(

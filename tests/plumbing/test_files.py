@@ -58,7 +58,7 @@ def test_plain_values_can_be_saved(value):
     assert files.cannot_be_read_back(value, "") is None
 
 
-@pytest.mark.parametrize("script", ["single_gpu.py", "multigpu_torchrun.py"])
+@pytest.mark.parametrize("script", ["multigpu_torchrun.py", "multinode.py"])
 def test_an_optimizer_that_cannot_be_saved_is_refused_before_training(script):
     """The usual lr * np.sqrt(world_size) makes a number of numpy."""
     own = launch.edited(
