@@ -24,14 +24,8 @@ EVAL_MODE = ("model = build_model()", "model = build_model().eval()")
 SGD = "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)"
 ADAM, ADAMW = ((SGD, f"torch.optim.{name}(model.parameters())") for name in ("Adam", "AdamW"))
 INFINITE = (
-    (
-        "    return train_set,",
-        '    model.register_buffer("seen", torch.zeros(()))\n    return train_set,',
-    ),
-    (
-        "return loss.detach()",
-        'self.model.module.seen.fill_(float("inf"))\n        return loss.detach()',
-    ),
+    ("build_model()", 'build_model()\n    model.register_buffer("seen", torch.zeros(()))'),
+    ("loss.backward()", 'loss.backward()\n        self.model.module.seen.fill_(float("inf"))'),
 )
 
 
@@ -166,10 +160,11 @@ def typed(script, folder):
     return command(script, folder)
 
 
-def changed(script, folder, change):
-    text, (old, new) = Path(script).read_text(), change
-    path = Path(folder) / "changed.py"
-    path.write_text(text.replace(old, new, 1))
+def changed(script, folder, *changes):
+    text, path = Path(script).read_text(), Path(folder) / "changed.py"
+    for old, new in changes:
+        text = text.replace(old, new, 1)
+    path.write_text(text)
     return str(path)
 
 

@@ -317,6 +317,7 @@ snapshot = {  # a scheduler or a scaler belongs here too
     "epochs_run": epoch + 1,
     "seed": self.train_data.sampler.seed,
     "job_id": self.job_id,
+    # A resume compares these two with the run that continues.
     "optimizer_class": type(self.optimizer).__name__,
     "sizes": (self.train_data.batch_size, dist.get_world_size()),
 }"""
