@@ -20,9 +20,8 @@ def ddp_setup(rank: int, world_size: int, init_method: str) -> torch.device:
     local_rank = rank  # one machine: the two are the same
     device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
-        # Local rank 0 takes GPU 0, 1 takes GPU 1. A process that sees one GPU only takes that one.
-        device = torch.device(local_rank % plumbing.count_gpus())  # an index alone means a GPU
-        torch.accelerator.set_device_index(device)  # otherwise calls without an index use GPU 0
+        device = torch.device(local_rank)  # an index alone means a GPU: local rank 1 takes GPU 1
+        torch.accelerator.set_device_index(device)  # a plain "cuda" now means this GPU, not GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)
     return device
@@ -48,21 +47,21 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        self.model.train()  # because from_pretrained() returns models in eval mode
+        self.model.train()  # some models arrive in eval mode, such as those of from_pretrained()
         sampler = self.train_data.sampler
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
-        torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
+        # Each rank and epoch has its own Dropout masks, and a repeated run has the same ones.
+        torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.rank)
         totals = torch.zeros(2, device=self.device)  # the sum of the losses, the number of samples
         for source, targets in plumbing.progress_bar(self.train_data):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
             loss = self._run_batch(source, targets)
-            totals[0] += loss.float() * len(source)  # the product could overflow in float16
+            totals[0] += loss.float() * len(source)  # float(): float16 could overflow
             totals[1] += len(source)
         dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
         loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
-        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
+        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN must not be saved
         plumbing.report(epoch, loss, self.train_data)
 
     def _save_checkpoint(self, epoch):
@@ -113,11 +112,11 @@ def main(rank, world_size, init_method, args):  # mp.spawn gives each process it
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
     plumbing.start_wandb(args)
     trainer.train(args.total_epochs)
-    del trainer  # DDP has to go before the group that it talks through, or the exit may hang
-    dist.destroy_process_group()
+    del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may hang
+    dist.destroy_process_group()  # closes the connections while every rank is still there
 
 
-if __name__ == "__main__":  # each new process imports this file: it must not start more of them
+if __name__ == "__main__":  # spawned processes import this file: they must not spawn
     args = parse_args()
     with plumbing.local_job(args.nproc) as init_method:
         mp.spawn(main, args=(args.nproc, init_method, args), nprocs=args.nproc)

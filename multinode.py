@@ -22,13 +22,13 @@ from datautils import MyTrainDataset, build_model
 
 def ddp_setup(timeout: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    plumbing.require_torchrun()  # torchrun sets RANK, WORLD_SIZE, LOCAL_RANK and more
+    plumbing.require_torchrun()  # RANK, WORLD_SIZE, LOCAL_RANK and more come from it
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
-        # Local rank 0 takes GPU 0, 1 takes GPU 1. A process that sees one GPU only takes that one.
+        # Local rank 1 takes GPU 1, unless a wrapper script shows each process one GPU only.
         device = torch.device(local_rank % plumbing.count_gpus())  # an index alone means a GPU
-        torch.accelerator.set_device_index(device)  # otherwise calls without an index use GPU 0
+        torch.accelerator.set_device_index(device)  # a plain "cuda" now means this GPU, not GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
@@ -58,21 +58,21 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        self.model.train()  # because from_pretrained() returns models in eval mode
+        self.model.train()  # some models arrive in eval mode, such as those of from_pretrained()
         sampler = self.train_data.sampler
         sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks
-        # Dropout has to differ between ranks and epochs, yet repeat when the run is repeated.
-        torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)
+        # Each rank and epoch has its own Dropout masks, and a repeated run has the same ones.
+        torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.rank)
         totals = torch.zeros(2, device=self.device)  # the sum of the losses, the number of samples
         for source, targets in plumbing.progress_bar(self.train_data):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
             loss = self._run_batch(source, targets)
-            totals[0] += loss.float() * len(source)  # the product could overflow in float16
+            totals[0] += loss.float() * len(source)  # float(): float16 could overflow
             totals[1] += len(source)
         dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
         loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
-        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
+        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN must not be saved
         plumbing.report(epoch, loss, self.train_data)
 
     def _save_snapshot(self, epoch):
@@ -85,7 +85,7 @@ class Trainer:
             "epochs_run": epoch + 1,
             "seed": self.train_data.sampler.seed,
             "job_id": self.job_id,
-            # A resume compares these two with the run that continues.
+            # A resume does not restore these two, it compares them with the new run.
             "optimizer_class": type(self.optimizer).__name__,
             "sizes": (self.train_data.batch_size, dist.get_world_size()),
         }
@@ -94,12 +94,13 @@ class Trainer:
 
     def _load_snapshot(self):
         snapshot = plumbing.all_read_snapshot(self.snapshot_path, self.model, self.optimizer)
-        # Every machine has its own disk: all ranks continue from the newest snapshot on any disk.
+        # Each machine may have its own disk: all ranks continue from the newest snapshot on any.
+        # Each rank tells the others the epochs in the snapshot that it has read, and a checksum.
         mine = (snapshot["epochs_run"], snapshot["digest"]) if snapshot else (0, "")
-        found = [None] * dist.get_world_size()  # found[r] will be rank r's, on every rank
+        found = [None] * dist.get_world_size()  # found[r] will be what rank r has read
         dist.all_gather_object(found, mine)
         if len(set(found)) > 1:  # some disk holds a different snapshot, or none
-            newest = found.index(max(found))  # the rank that has read the newest one
+            newest = found.index(max(found))  # the first rank that has read the newest one
             snapshot = plumbing.all_broadcast_snapshot(snapshot, src=newest)
         if snapshot is not None:
             self._resume(snapshot)
@@ -150,15 +151,15 @@ def parse_args():
 def main(args):
     device = ddp_setup(args.timeout)
     plumbing.print_rank(device)
-    plumbing.all_exit_if_args_bad(args)
+    plumbing.all_exit_if_args_bad(args)  # the ranks compare them, which needs the group
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)
-    plumbing.start_wandb(args, trainer.job_id, group=trainer.job_id)  # one per rank
+    plumbing.start_wandb(args, trainer.job_id, group=trainer.job_id)  # one run for each rank
     trainer.train(args.total_epochs)
-    del trainer  # DDP has to go before the group that it talks through, or the exit may hang
-    dist.destroy_process_group()
+    del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may hang
+    dist.destroy_process_group()  # closes the connections while every rank is still there
 
 
 if __name__ == "__main__":

@@ -28,16 +28,16 @@ class Trainer:
         return loss.detach()
 
     def _run_epoch(self, epoch):
-        self.model.train()  # because from_pretrained() returns models in eval mode
+        self.model.train()  # some models arrive in eval mode, such as those of from_pretrained()
         totals = torch.zeros(2, device=self.device)  # the sum of the losses, the number of samples
         for source, targets in plumbing.progress_bar(self.train_data):
             source = source.to(self.device, non_blocking=True)
             targets = targets.to(self.device, non_blocking=True)
             loss = self._run_batch(source, targets)
-            totals[0] += loss.float() * len(source)  # the product could overflow in float16
+            totals[0] += loss.float() * len(source)  # float(): float16 could overflow
             totals[1] += len(source)
         loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
-        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN is never saved
+        plumbing.all_exit_if_not_finite(loss, self.model, self.train_data)  # NaN must not be saved
         plumbing.report(epoch, loss, self.train_data)
 
     def _save_checkpoint(self, epoch):
@@ -66,7 +66,7 @@ def prepare_dataloader(dataset, batch_size, seed, device):
         batch_size=batch_size,
         pin_memory=device.type == "cuda",  # lets a copy to the GPU run beside the computation
         shuffle=True,
-        generator=torch.Generator().manual_seed(seed),  # the same order in every run
+        generator=torch.Generator().manual_seed(seed),  # the order depends on the seed alone
     )
 
 
@@ -76,6 +76,7 @@ def parse_args():
 
 
 def main(args):
+    # The GPU, if torch has been built for one and there is one.
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plumbing.print_rank(device)
     dataset, model, optimizer = load_train_objs(args.seed)

@@ -11,7 +11,7 @@ SCRIPT = "multinode.py"
 def newest_of_all_machines():
     """The statements of multinode.py that choose a snapshot, as they stand there."""
     text = (ROOT / SCRIPT).read_text()
-    begin = text.index("        # Every machine has its own disk")
+    begin = text.index("        # Each machine may have its own disk")
     return text[begin : text.index("        if snapshot is not None:", begin)]
 
 
@@ -70,7 +70,13 @@ EXERCISES = [
         rank with its own order of samples: some are seen twice, some never. End the job before the
         first epoch if the arguments are not the same on all ranks.""",
         SCRIPT,
-        (("    plumbing.all_exit_if_args_bad(args)\n", ""),),
+        (
+            (
+                "    plumbing.all_exit_if_args_bad(args)  # the ranks compare them, which needs "
+                "the group\n",
+                "",
+            ),
+        ),
         first_complaint(
             (checks.ends_in_an_error, ways.moved), checks.args_differ_and_the_job_trains
         ),

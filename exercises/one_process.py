@@ -54,7 +54,7 @@ EXERCISES = [
         "single_gpu.py",
         (
             (
-                "totals[0] += loss.float() * len(source)  # the product could overflow in float16",
+                "totals[0] += loss.float() * len(source)  # float(): float16 could overflow",
                 "totals[0] += loss.item() * len(source)",
             ),
         ),

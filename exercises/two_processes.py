@@ -77,7 +77,7 @@ EXERCISES = [
                 "",
             ),
             (
-                "sampler.seed + epoch * sampler.num_replicas + self.rank",
+                "sampler.seed + epoch * dist.get_world_size() + self.rank",
                 "1000 * epoch + self.rank",
             ),
         ),
@@ -156,8 +156,9 @@ EXERCISES = [
         "multigpu.py",
         (
             (
-                "    del trainer  # DDP has to go before the group that it talks through, or the "
-                "exit may hang\n    dist.destroy_process_group()\n",
+                "    del trainer  # frees DDP, which uses the group: if it outlives the group, the "
+                "exit may hang\n    dist.destroy_process_group()  # closes the connections while "
+                "every rank is still there\n",
                 "",
             ),
         ),
@@ -173,7 +174,7 @@ EXERCISES = [
         "multigpu.py",
         (
             (
-                "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)",
+                "torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.rank)",
                 "torch.manual_seed(sampler.seed + epoch)",
             ),
         ),

@@ -182,7 +182,7 @@ def test_torchrun_restarts_the_processes_if_it_may(cluster):
 def test_the_status_is_the_scripts_though_a_node_is_slow(cluster, slow):
     """All ranks end with 2; srun must not end one before, whose status would then be 143."""
     text = (cluster.project / "multinode.py").read_text()
-    old = "    plumbing.all_exit_if_args_bad(args)\n"
+    old = "    plumbing.all_exit_if_args_bad(args)"
     wait = f"time.sleep(os.environ['SLURMD_NODENAME'] == '{slow}')"
     new = f"    import time, atexit\n    atexit.register(lambda: {wait})\n"
     assert text.count(old) == 1
@@ -262,11 +262,11 @@ def test_the_second_task_of_an_array_with_one_snapshot_is_refused(cluster):
     def texts():
         return [log.read_text() for log in logs if log.exists()]
 
-    cluster.wait_for(lambda: "ERROR: another job has " in "".join(texts()), 60, texts)
+    cluster.wait_for(lambda: "ERROR: a different job uses " in "".join(texts()), 60, texts)
     cluster.command("scancel", "--user=root")
     cluster.wait_for(lambda: not cluster.command("squeue", "--noheader").strip(), 60)
-    refused, trained = sorted(texts(), key=lambda text: "another job" not in text)
-    assert re.search(r"ERROR: another job has /.*/snapshot.pt \(process \d+ of node", refused)
+    refused, trained = sorted(texts(), key=lambda text: "a different job" not in text)
+    assert re.search(r"ERROR: a different job uses /.*/snapshot.pt \(process \d+ of node", refused)
     assert "] Epoch 0 |" not in refused and "] Epoch 50 |" in trained
 
 

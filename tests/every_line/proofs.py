@@ -54,7 +54,7 @@ class Proof:
 NO_MODULE = ("self.model.module.state_dict()", "self.model.state_dict()")
 NO_SET_EPOCH = ("        sampler.set_epoch(epoch)  #", "        #")
 NO_SEED = (
-    "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)",
+    "torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.rank)",
     "pass",
 )
 DISTRIBUTED = """\
@@ -104,21 +104,11 @@ PROOFS = [
     ),
     proof(
         "ddp_setup",
-        "device = torch.device(local_rank % plumbing.count_gpus())",
+        "device = torch.device(local_rank)",
         "",
         "a GPU for each process",
         checks.a_process_takes_a_GPU_that_is_not_its_own,
         "takes cpu",
-    ),
-    proof(
-        "ddp_setup",
-        "device = torch.device(local_rank % plumbing.count_gpus())",
-        "device = torch.device(local_rank)",
-        "a process that sees one GPU only takes that one, whatever its local rank is",
-        checks.a_process_takes_a_GPU_that_is_not_its_own,
-        "sees its own alone as GPU 0, and takes GPU 1",
-        part="% plumbing.count_gpus()",
-        way=ways.seeing_one_stand_in_gpu,
     ),
     proof(
         "ddp_setup",
@@ -193,7 +183,7 @@ PROOFS = [
     ),
     proof(
         "Trainer._run_epoch",
-        "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)",
+        "torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.rank)",
         "",
         "dropout differs between ranks",
         checks.dropout_equal_on_ranks,
@@ -317,7 +307,7 @@ snapshot = {  # a scheduler or a scaler belongs here too
     "epochs_run": epoch + 1,
     "seed": self.train_data.sampler.seed,
     "job_id": self.job_id,
-    # A resume compares these two with the run that continues.
+    # A resume does not restore these two, it compares them with the new run.
     "optimizer_class": type(self.optimizer).__name__,
     "sizes": (self.train_data.batch_size, dist.get_world_size()),
 }"""
@@ -348,6 +338,24 @@ PROOFS += [
         "the number of this process's GPU",
         checks.a_process_takes_a_GPU_that_is_not_its_own,
         "takes GPU 0",
+    ),
+    by_torchrun(
+        "ddp_setup",
+        "device = torch.device(local_rank % plumbing.count_gpus())",
+        "",
+        "a GPU for each process, as before",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "takes cpu",
+    ),
+    by_torchrun(
+        "ddp_setup",
+        "device = torch.device(local_rank % plumbing.count_gpus())",
+        "device = torch.device(local_rank)",
+        "a process that sees one GPU only takes that one, whatever its local rank is",
+        checks.a_process_takes_a_GPU_that_is_not_its_own,
+        "sees its own alone as GPU 0, and takes GPU 1",
+        part="% plumbing.count_gpus()",
+        way=ways.seeing_one_stand_in_gpu,
     ),
     by_torchrun(
         "ddp_setup",

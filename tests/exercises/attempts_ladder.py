@@ -17,12 +17,13 @@ box = [snapshot]
             snapshot = box[0]"""
 SAMPLER = "sampler=DistributedSampler(dataset, seed=seed),"
 SET_EPOCH = "        sampler.set_epoch(epoch)  # a new order in each epoch, the same on all ranks\n"
-SEED = "torch.manual_seed(sampler.seed + epoch * sampler.num_replicas + self.rank)"
+SEED = "torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.rank)"
 DUE = "if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:"
 LAST = "\n\ndef load_train_objs"
 LEAVE = (
-    "    del trainer  # DDP has to go before the group that it talks through, or the exit may "
-    "hang\n    dist.destroy_process_group()\n"
+    "    del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may "
+    "hang\n    dist.destroy_process_group()  # closes the connections while every rank is still "
+    "there\n"
 )
 ARGS = "plumbing.all_exit_if_args_bad(args)"
 OWN_CHECK = """\
@@ -299,7 +300,7 @@ ATTEMPTS = {
             (
                 (
                     (
-                        "        # Every machine has its own disk",
+                        "        # Each machine may have its own disk",
                         "        plumbing.all_exit_if_disks_differ(snapshot)\n        #",
                     ),
                 ),

@@ -193,7 +193,7 @@ class Samples(Dataset):
         ({"a": 1, "b": 2}, AttributeError, "'str' object has no attribute 'to'"),
     ],
 )
-def test_the_trainer_as_it_is_wants_pairs(sample, error, message):
+def test_the_trainer_as_it_is_wants_pairs(alone, sample, error, message):
     data = Samples(8, sample)
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
     loader, model = DataLoader(data, sampler=sampler), torch.nn.Identity()
