@@ -513,9 +513,9 @@ def measure(nodes: list[int], device: torch.device, largest: int, wait: int):
 def compare(everyone: list, master_addr: str, port: int, backend: str) -> bool:
     """Print the table and what is wrong. Return whether all is well."""
     rows, problems, of_names, gpus = zip(*everyone, strict=True)
-    hosts = [row["host"] for row in rows]
-    problems += (devices.shared_gpu(list(zip(hosts, gpus, strict=True))),)
-    if len({*hosts}) > 1:
+    found = [(row["host"], "", gpu) for row, gpu in zip(rows, gpus, strict=True)]
+    problems += (devices.clash(found),)
+    if len({row["host"] for row in rows}) > 1:
         problems += of_names
     nodes = len({row["node"] for row in rows})
     print(f"Processes: {len(rows)} | Nodes: {nodes} | Backend: {backend}", end="")

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import DataLoader
 
-from plumbing.agree import Refused, all_exit_if
+from plumbing.agree import Refused, all_exit_if, all_gather
 from plumbing.devices import count_gpus
 from plumbing.streams import print_whole_lines
 from training import options
@@ -122,8 +122,7 @@ class TranslationTrainer(Trainer):
             mine += self._translate(source)
             if self._agree()[0]:
                 return None
-        ranks = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = all_gather(mine)
         if self.rank == 0:
             # Rank r has translated the sentences r, r + world size, …, and perhaps an empty one.
             predicted = [text for texts in zip(*ranks, strict=True) for text in texts][:count]

@@ -196,9 +196,7 @@ def all_load_datasets(args, tokenizer) -> tuple[TokenDataset, TokenDataset, str]
     folder = all_patiently("dataset-name", args.dataset_name, prepare_tokens, args, tokenizer)
     about = load_tokens(folder) or {"tokens": 0, "sha256": None}
     problem, count = None, (about["tokens"] - 1) // args.seq_length
-    digests = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, about["sha256"])
-    if len(set(digests)) > 1:
+    if len(set(agree.all_gather(about["sha256"]))) > 1:
         problem = f"dataset-name: {args.dataset_name} is not the same on all machines"
     elif count < 2:
         tokens = f"{args.dataset_name} has {about['tokens']} tokens"

@@ -15,11 +15,15 @@ import torch.distributed as dist
 
 from plumbing import devices, launch, output
 
-numbers = itertools.count()  # of the calls of all_gather_by_store
+# Each call of all_gather_by_store takes the next number, because a key must not be used twice.
+gather_numbers = itertools.count()
 
 
 class Refused(ValueError):
-    """Something that a reader has to change, in words. (A mistake in our code is no Refused.)"""
+    """Raised with a message for the reader, who has to change something.
+
+    A mistake in our own code raises a different error.
+    """
 
 
 def all_gather(value) -> list:
@@ -39,14 +43,14 @@ def all_new_job_id() -> str:
 def all_exit_if(problem: str | None, in_training: bool = False):
     """If any rank has a problem, end all ranks with exit status 2. Each machine prints why, once.
 
-    in_training: whether DDP is alive. It uses the group, and to destroy the group first can hang.
+    in_training: whether a DDP exists. It uses the group, and destroying the group first can hang.
     """
     if not dist.is_initialized():
         if problem is not None:
             exit_before_group(problem)
         return
     problems = all_gather((socket.gethostname(), problem))
-    problem = next((problem for _, problem in problems if problem is not None), None)
+    problem = next((found for _, found in problems if found is not None), None)
     if problem is None:
         return
     if dist.get_node_local_rank(launch.rank()) == 0:
@@ -57,15 +61,14 @@ def all_exit_if(problem: str | None, in_training: bool = False):
         print(f"ERROR: {where}{problem}", file=sys.stderr)
     all_gather(None)  # once one process has ended, torchrun ends the others
     if in_training:
-        output.finish_wandb()
-        os._exit(2)
+        output.leave(2)
     dist.destroy_process_group()
     sys.exit(2)
 
 
 def exit_before_group(problem: str):
     """End this process with exit status 2. The first process of a machine prints why."""
-    if launch.number_here() > 0:
+    if launch.one_of_several() and launch.number_here() > 0:
         # torchrun ends this one when the first has ended. Other launchers may not do that.
         time.sleep(60 if dist.is_torchelastic_launched() else 5)
     else:
@@ -75,32 +78,31 @@ def exit_before_group(problem: str):
 
 def exit_alone(problem: str):
     """End this one rank with exit status 2. Whatever started the ranks then ends the others."""
-    print(f"ERROR: {problem}", file=sys.stderr, flush=True)
-    output.finish_wandb()
-    os._exit(2)
+    print(f"ERROR: {problem}", file=sys.stderr)
+    output.leave(2)
 
 
-def all_exit_if_gpu_shared():
-    """End all ranks if two of them use one GPU, which NCCL cannot do.
+def all_exit_if_devices_clash():
+    """End all ranks if two use one GPU, which NCCL refuses, or if only some have a GPU.
 
-    They tell each other through the store, because NCCL would fail before it could carry a message.
+    The ranks tell each other through the store, because NCCL would fail before it could carry a
+    message.
     """
-    if devices.count_gpus() == 0:
-        return
-    here = socket.gethostname(), devices.name_of_gpu(devices.current_device())
-    problem = devices.shared_gpu(all_gather_by_store(here))
+    device = devices.current_device()
+    here = socket.gethostname(), device.type, devices.name_of_gpu(device)
+    problem = devices.clash(all_gather_by_store(here))
     if problem is None:
         return
     if dist.get_node_local_rank(launch.rank()) == 0:
         print(f"ERROR: {problem}", file=sys.stderr)
     with suppress(Exception):  # the store may end with the first process that leaves
         all_gather_by_store(None)
-    os._exit(2)
+    output.leave(2)
 
 
 def all_gather_by_store(value) -> list:
     """Return the values of all ranks, as all_gather does, without a collective of the backend."""
-    store, number = dist.distributed_c10d._get_default_store(), next(numbers)
+    store, number = dist.distributed_c10d._get_default_store(), next(gather_numbers)
     keys = [f"gathered {number} {rank}" for rank in range(dist.get_world_size())]
     store.set(keys[launch.rank()], json.dumps(value))
     return [json.loads(store.get(key)) for key in keys]  # get waits until the key is set

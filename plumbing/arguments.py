@@ -21,8 +21,8 @@ HELP = {
 def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
     """Read the command line. A mistake ends the process.
 
-    Under torchrun it does not yet: a rank that ended alone would keep the ranks of other machines
-    waiting. There all_exit_if_args_bad prints the mistake and ends all.
+    Under torchrun the process continues, because a rank that ended alone would keep the ranks of
+    other machines waiting. There all_exit_if_args_bad prints the mistake and ends all.
 
     doc: what --help shows. defaults: the options and their values.
     """
@@ -43,6 +43,7 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
 
 
 def make_parser(doc: str, defaults: dict) -> argparse.ArgumentParser:
+    """Return a parser with an option for each default, with hyphens or underscores in its name."""
     layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
     sizes = "(Defaults in parentheses.) Global batch size = batch_size * number of processes"
     parser = argparse.ArgumentParser(description=doc, epilog=sizes, **layout)
@@ -83,7 +84,9 @@ def checked(name: str, text: str) -> int | str:
 
 
 def cannot_write(folder: str, cure: str, make: bool = False) -> str | None:
-    """Return why no file can be made in `folder`, or None. The first save would be too late.
+    """Return why no file can be made in `folder`, or None.
+
+    Without this check the first save would fail, epochs later.
 
     make: whether to make a folder that does not exist.
     """
@@ -97,16 +100,17 @@ def cannot_write(folder: str, cure: str, make: bool = False) -> str | None:
 
 
 def all_exit_if_args_bad(args: argparse.Namespace, may_differ: tuple = ("snapshot_path",)):
-    """End all ranks if an argument is wrong or not the same on all machines.
+    """End all ranks if an argument is wrong or not the same on all machines, or a device is.
 
     Each machine has its own command line. With different values the ranks would train apart.
 
     may_differ: names of arguments that may have a different value on each machine.
     """
-    agree.all_exit_if_gpu_shared()
+    agree.all_exit_if_devices_clash()
     agree.all_exit_if(vars(args).get("mistake"))
     typed = agree.all_gather(vars(args))
-    different = [key for key in vars(args) if any(each[key] != typed[0][key] for each in typed)]
+    names = dict.fromkeys(name for each in typed for name in each)
+    different = [key for key in names if any(each.get(key) != typed[0].get(key) for each in typed)]
     different = [key.replace("_", "-") for key in different if key not in may_differ]
     agree.all_exit_if(
         f"{', '.join(different)}: not the same on all machines" if different else None

@@ -1,16 +1,17 @@
-"""What is checked before training and before each save: that it can be trained, and is finite."""
+"""Checks before training and before each save: there is data, and what is saved is finite."""
 
 import torch
 
 from plumbing import agree, files, output
 
-not_finite_at_start: set[str] | None = None  # names of buffers, once all_exit_if_unusable has run
+finite_at_start: set[str] = set()  # the names of the buffers that have to stay finite
 
 
 def all_exit_if_unusable(dataset, model: torch.nn.Module):
     """End all ranks if the dataset is empty. Note which buffers of the model are finite."""
-    global not_finite_at_start
-    not_finite_at_start = {name for name, buffer in model.named_buffers() if not is_finite(buffer)}
+    global finite_at_start
+    buffers = model.named_buffers()
+    finite_at_start = {plain_name(name) for name, buffer in buffers if is_finite(buffer)}
     empty = hasattr(dataset, "__len__") and len(dataset) == 0
     agree.all_exit_if("the dataset has 0 samples, nothing to train on" if empty else None)
 
@@ -36,9 +37,8 @@ def not_finite(loss: float, model: torch.nn.Module) -> str | None:
     """Return the name of the first value that has to be finite and is not, or None."""
     values = [("the loss", torch.tensor(loss))]
     values += [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    if not_finite_at_start is not None:
-        buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
-        values += [(name, buffer) for name, buffer in buffers if name not in not_finite_at_start]
+    buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
+    values += [(name, buffer) for name, buffer in buffers if name in finite_at_start]
     return next((plain_name(name) for name, value in values if not is_finite(value)), None)
 
 
@@ -48,4 +48,8 @@ def plain_name(name: str) -> str:
 
 
 def is_finite(value: torch.Tensor) -> bool:
+    if torch.nn.parameter.is_lazy(value):  # it has no numbers before the first batch
+        return True
+    if value.is_floating_point() and value.element_size() == 1:
+        value = value.float()  # torch has no isfinite for all types of 8 bits
     return bool(value.isfinite().all())

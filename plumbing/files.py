@@ -21,7 +21,7 @@ PLAIN = (dict, OrderedDict, list, tuple)  # containers that torch.load accepts
 def save_atomically(content: dict, path: str):
     """Save `content` whole or not at all: a job may be killed in mid-save, and a disk may be full.
 
-    If torch.load could not read it back, this rank ends, and the file of before stays.
+    If torch.load could not read the new file, this rank ends and the old file stays.
     """
     try:
         write_atomically(content, path)
@@ -30,7 +30,7 @@ def save_atomically(content: dict, path: str):
 
 
 def write_atomically(content: dict, path: str):
-    """Do what save_atomically does, but raise Refused."""
+    """Save as save_atomically does, but raise Refused if torch.load could not read the file."""
     path = os.path.realpath(path)  # a symbolic link stays one
     content = without_compiled(content)
     try:
@@ -54,7 +54,8 @@ def read_it_back(content: dict, path: str):
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise Refused(cannot_be_read_back(content, "") or str(error)) from error
+        part = cannot_be_read_back(content, "") or str(error).splitlines()[0]
+        raise Refused(part) from error
 
 
 def cannot_be_read_back(value, name: str) -> str | None:
@@ -63,9 +64,13 @@ def cannot_be_read_back(value, name: str) -> str | None:
     torch.load creates no objects of unknown classes, since these could run code. Numbers of numpy
     are such objects. name: what the value is called.
     """
-    if isinstance(value, torch.Tensor):
+    if value is None or isinstance(value, torch.Tensor) or type(value) in (bool, int, float, str):
         return None
     if type(value) in PLAIN:
+        if isinstance(value, dict):
+            for key in value:
+                if problem := cannot_be_read_back(key, f"a key of {name or 'it'}"):
+                    return problem
         parts = value.items() if isinstance(value, dict) else enumerate(value)
         found = (cannot_be_read_back(part, f"{name}[{key!r}]") for key, part in parts)
         return next(filter(None, found), None)
@@ -115,6 +120,8 @@ def all_read_snapshot(path: str, model, optimizer) -> dict | None:
     try:
         if os.path.exists(path):
             snapshot = load_whole(path, {"model", "optimizer", "epochs_run", "seed"})
+            if not isinstance(snapshot["optimizer"], dict):
+                raise Refused("is no snapshot of this script: use the one that wrote it")
             prepare(snapshot, model)
             refuse_misfit(snapshot, model, optimizer)
             snapshot["digest"] = digest_of(path)
@@ -159,9 +166,13 @@ def prepare(snapshot: dict, model):
         there = {name: here.get(plain_name(name), name) for name in snapshot["model"]}
         if any(name != new for name, new in there.items()):
             snapshot["model"] = {there[name]: value for name, value in snapshot["model"].items()}
-    if all(weight.device.type == "cpu" for weight in model.parameters()):
-        # On the CPU load_state_dict keeps the tensors of the file, whose disk would stay occupied.
-        snapshot["optimizer"] = change_tensors(snapshot["optimizer"], torch.clone)
+    # What stays on the CPU load_state_dict keeps as it is, also single numbers beside a GPU. If it
+    # were the file's own, the file would occupy its disk after a new one has replaced it.
+    on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
+    snapshot["optimizer"] = change_tensors(
+        snapshot["optimizer"],
+        lambda tensor: tensor.clone() if on_cpu or tensor.dim() == 0 else tensor,
+    )
 
 
 def refuse_misfit(snapshot: dict, model, optimizer):
@@ -172,22 +183,23 @@ def refuse_misfit(snapshot: dict, model, optimizer):
     before = snapshot.get("optimizer_class", name)  # older snapshots do not contain it
     here, there = optimizer.param_groups, snapshot["optimizer"]["param_groups"]
     sizes = [[len(group["params"]) for group in groups] for groups in (here, there)]
-    # What is no switch belongs to the method, be it SGD or AdamW. New versions of torch add those.
+    # Values that are no switches belong to one method. New versions of torch add switches.
     names = {key for key, value in optimizer.defaults.items() if not isinstance(value, bool | None)}
     if before != name or sizes[0] != sizes[1] or any(names - group.keys() for group in there):
         other = f"{before}, not {name}" if before != name else f"than this {name}"
         raise Refused(f"is of a different optimizer ({other}): use that")
 
 
-def misfit(there, here: dict, name: str = "") -> str | None:
-    """Return the first tensor that only one side has, or with different shapes, in words, or None.
+def misfit(there, here, name: str = "") -> str | None:
+    """Return the first tensor that one side lacks, or that has different shapes, or None.
 
     there, here: what is in a snapshot, and what it is to be loaded into, trees of dicts.
     """
-    there = there if isinstance(there, dict) else {}
+    there, here = (each if isinstance(each, dict) else {} for each in (there, here))
     for key in here | there:
-        old, new, place = there.get(key), here.get(key), f"{name} {key}".strip()
-        if isinstance(new, dict):
+        place = f"{name} {key}".strip()
+        old, new = there.get(key), here.get(key)
+        if isinstance(old, dict) or isinstance(new, dict):
             if problem := misfit(old, new, place):
                 return problem
         elif shape_of(old) != shape_of(new):
@@ -219,7 +231,7 @@ def all_exit_if_jobs_differ(path: str, snapshot: dict | None):
 
 
 def all_exit_if_disks_differ(snapshot: dict | None):
-    """End all ranks if they have not all read the same snapshot, for want of a shared disk."""
+    """End all ranks if they have not all read the same snapshot, because they share no disk."""
     digest, kind = None, "none"
     if snapshot:
         digest, kind = snapshot["digest"], f"one of epoch {snapshot['epochs_run']}"
@@ -247,7 +259,9 @@ def all_broadcast_snapshot(snapshot: dict | None, src: int) -> dict:
 def all_broadcast_tensor(tensor: torch.Tensor, src: int) -> torch.Tensor:
     """Send a tensor on the CPU, or receive it into `tensor`; return it."""
     values = tensor.contiguous()
-    on_device = values.view(-1).view(torch.uint8).to(devices.current_device())  # bytes: any dtype
+    on_device = (
+        values.view(-1).view(torch.uint8).to(devices.current_device())
+    )  # bytes, because not every dtype can be sent
     dist.broadcast(on_device, src)
     return on_device.cpu().view(values.dtype).view(values.shape)
 

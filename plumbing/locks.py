@@ -1,4 +1,4 @@
-"""A file has one owner: locks that the system takes back, however a process ends."""
+"""Locks, by which a file belongs to one job. The system releases them however a process ends."""
 
 import fcntl
 import os
@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from plumbing import agree, launch
 
-held = {}  # the open file of each lock that this process has, which lasts as long as it is open
+held = {}  # the open file of each lock that this process holds. A lock lasts as long as its file
+without_locks = set()  # paths of locks on file systems that have none
 TRIES_PER_SECOND = 5
 
 
@@ -27,8 +28,8 @@ os.register_at_fork(after_in_child=close_in_child)
 def try_to_lock(path: str, owner: str) -> str | None:
     """Lock the file and write `owner` into it, or return what its other owner has written.
 
-    A file that contains `owner` already belongs to another process of the same job, which shares
-    the lock. Raises OSError where the file system has no locks.
+    A file that contains `owner` belongs to a different process of the same job, which shares the
+    lock. Raises OSError where the file system has no locks.
     """
     if path in held:
         return None
@@ -39,6 +40,9 @@ def try_to_lock(path: str, owner: str) -> str | None:
         file.close()
         holder = Path(path).read_text() or "a job that has not written its name"
         return None if holder == owner else holder
+    except OSError:
+        file.close()
+        raise
     held[path] = file
     file.truncate(0)
     print(owner, end="", file=file, flush=True)
@@ -79,28 +83,32 @@ def all_wait_for_lock(path: str, owner: str, my_turn: bool, busy: str, cure: str
     """
     tries = 0
     while True:
-        holder, patience = None, 0
-        if my_turn:
-            holder, patience = try_with_patience(path, owner)
-        holder, patience = max(agree.all_gather((holder or "", patience)))
-        if not holder:
+        mine, patience = try_with_patience(path, owner) if my_turn else (None, 0)
+        found = agree.all_gather((patience, mine))
+        patience, other = max(found, key=lambda each: each[0])
+        if other is None:
             return
         if tries >= TRIES_PER_SECOND * patience:
-            agree.all_exit_if(f"{busy} ({holder}). Wait until it has ended, or {cure}")
+            problem = f"{busy} ({mine}). Wait until it has ended, or {cure}"
+            agree.all_exit_if(problem if mine else None)
         if tries == 2 * TRIES_PER_SECOND and launch.rank() == 0:
-            print(f"Waiting up to {patience} s for a job to end: {busy} ({holder})")
+            print(f"Waiting up to {patience} s for a job to end: {busy} ({other})")
         tries += 1
         time.sleep(1 / TRIES_PER_SECOND)
 
 
 def try_with_patience(path: str, owner: str) -> tuple[str | None, int]:
     """Try to lock the file; return its other owner, if any, and how many seconds to wait for it."""
+    if path in without_locks:
+        return None, 0
     try:
         holder = try_to_lock(path, owner)
     except OSError as error:
+        without_locks.add(path)
         print(f"WARNING: {path}: {error.strerror}. A second job that writes here is not noticed")
         return None, 0
-    # A job that is leaving needs seconds. An NFS server returns the lock of a machine that has
-    # vanished after 90 s.
-    here = holder and f" of {socket.gethostname()}, " in holder
-    return holder, 10 if here else 100
+    if holder is None:
+        return None, 0
+    # A job that is leaving needs seconds. After 90 s an NFS server releases the lock of a machine
+    # that has vanished.
+    return holder, 10 if f" of {socket.gethostname()}, " in holder else 100

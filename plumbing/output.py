@@ -4,6 +4,7 @@ import atexit
 import os
 import signal
 import socket
+import sys
 import threading
 from contextlib import suppress
 
@@ -32,8 +33,8 @@ def progress_bar(data):
     The bar appears once an epoch has taken a second. data: an iterable, such as a DataLoader.
     """
     tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process would leak
-    on_a_terminal = None  # tqdm then asks the terminal
-    return tqdm(data, leave=False, delay=1, disable=on_a_terminal if launch.rank() == 0 else True)
+    hide = None if launch.rank() == 0 else True  # None: tqdm draws on a terminal only
+    return tqdm(data, leave=False, delay=1, disable=hide)
 
 
 def batch_size_of(train_data) -> int | None:
@@ -80,7 +81,7 @@ def begin_wandb_run(axes: dict[str, str], **options):
     """
     global wandb_run
     try:
-        import wandb  # here, because who does not use it need not wait for it
+        import wandb  # imported here, so that only a run that uses wandb waits for it
 
         wandb_run = wandb.init(project="ddp-ladder", resume="allow", **options)
         for metrics, axis in axes.items():
@@ -90,8 +91,9 @@ def begin_wandb_run(axes: dict[str, str], **options):
 
 
 def log_to_wandb(metrics: dict):
-    with suppress(Exception):  # there may be no run, or no connection
-        wandb_run.log(metrics)
+    if wandb_run is not None:
+        with suppress(Exception):  # training is worth more than its log
+            wandb_run.log(metrics)
 
 
 def finish_wandb():
@@ -101,5 +103,13 @@ def finish_wandb():
 
 
 def finish_wandb_and_leave(number: int):
+    leave(128 + number)  # as a shell reports the end of a process by a signal
+
+
+def leave(status: int):
+    """End this process from any thread, without waiting for a DDP or for other ranks."""
     finish_wandb()
-    os._exit(128 + number)  # as a shell reports the end of a process by a signal
+    for stream in sys.stdout, sys.stderr:
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)

@@ -21,7 +21,7 @@ from plumbing import agree, launch
 
 
 def require_torchrun():
-    """End this process if no launcher has set its place in a job, and later if torchrun is gone."""
+    """End this process if the launcher's variables are missing, or as soon as torchrun is gone."""
     agree.all_exit_if(launch.wrong_start())
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_machine()
@@ -31,7 +31,7 @@ def require_torchrun():
 
 
 def leave_last():
-    """Keep the connections of a process that has failed for a second.
+    """Keep a process that has failed, and with it its connections, for one second.
 
     Its partners fail when they lose the connection. torchrun names the process with the oldest time
     stamp as the root cause, and its time stamps are whole seconds.
@@ -48,19 +48,23 @@ def end_with_launcher(launcher: int | None):
     """
     while launcher in ancestors():
         time.sleep(1)
-    print("ERROR: torchrun is gone, so this process ends", file=sys.stderr)
+    print("ERROR: torchrun is gone, so this process ends. Start the job again", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def find_launcher() -> int | None:
     """Return the process id of the torchrun that started this process, or None if it is gone.
 
-    It need not be the parent, because a wrapper may stand between the two. It is the first ancestor
+    It need not be the parent, because a wrapper may be between the two. It is the first ancestor
     that has loaded torch: whatever adopts the processes of a torchrun that was killed has not.
     """
-    if not has_loaded_torch(os.getpid()):  # this system does not tell
+    found = ancestors()
+    no_proc = not has_loaded_torch(os.getpid())  # then this system has no /proc
+    # torchrun starts each process in a session of its own. Its number is 0 or 1 if torchrun is
+    # outside of this container. The ancestors end with process 1 if all of them can be seen.
+    if no_proc or os.getsid(0) < 2 or found[-1] > 1:
         return os.getppid()
-    return next(filter(has_loaded_torch, ancestors()), None)
+    return next(filter(has_loaded_torch, found), None)
 
 
 def has_loaded_torch(process: int) -> bool:
@@ -86,8 +90,9 @@ def ancestors() -> list[int]:
 
 def stay_on_this_machine():
     """Let gloo use the loopback interface, which no other machine can reach."""
-    loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    if names:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
 
 
 @contextmanager
@@ -97,9 +102,10 @@ def local_job(processes: int):
     When the block is left, for whatever reason, all of them are ended.
     """
     stay_on_this_machine()
+    os.environ.pop("LOCAL_RANK", None)  # one that is left in a shell would be that of all of them
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // processes)))
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+        signal.signal(number, exit_by_signal)
     # mp.spawn would log each process that it ends because a different one has failed.
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +118,23 @@ def local_job(processes: int):
             sys.exit(2)  # the process has printed why
         finally:
             tempfile.tempdir = None
-            for process in mp.active_children():  # they may wait for one another
-                process.terminate()
-                process.join(10)  # it may have a wandb run to finish
-                process.kill()
+            end_children()
+
+
+def exit_by_signal(number, frame):
+    sys.exit(128 + number)  # as a shell reports the end of a process by a signal
+
+
+def end_children():
+    """End the processes of mp.spawn within ten seconds. A second Ctrl-C does not interrupt this."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    children = mp.active_children()
+    for child in children:  # all of them first, because they may wait for one another
+        child.terminate()
+    end = time.monotonic() + 10  # one may have a wandb run to finish
+    for child in children:
+        child.join(max(0, end - time.monotonic()))
+        child.kill()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, exit_by_signal)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 class Listener:
     """Calls `act(number)` in a thread for each signal of `numbers` that this process receives.
 
-    Python runs a signal handler in the main thread only, and not before that returns from a
-    collective. The thread gets the numbers through a pipe into which Python writes them at once.
+    Python runs a signal handler in the main thread only, and only after a collective has returned.
+    The thread gets the numbers through a pipe, into which Python writes them immediately.
     A process has one listener at most, and a forked child has none.
     """
 
@@ -20,13 +20,14 @@ class Listener:
     def start(self):
         """Listen until `stop()`. Only the main thread can call this."""
         global listening
-        listening = self
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
+        # From now on every signal that has a handler writes its number into the pipe.
+        self.wakeup_fd_before = signal.set_wakeup_fd(self.writer)
         self.before = {number: signal.signal(number, ignore) for number in self.numbers}
-        signal.set_wakeup_fd(self.writer)  # every signal writes its number into the pipe
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
+        listening = self
 
     def _listen(self):
         while number := os.read(self.reader, 1)[0]:  # stop() writes a 0
@@ -34,7 +35,7 @@ class Listener:
                 self.act(number)
 
     def stop(self):
-        """Restore the handlers of before, and end the thread."""
+        """Restore the previous handlers, and end the thread."""
         self.restore()
         os.write(self.writer, b"\0")
         self.thread.join()
@@ -43,9 +44,9 @@ class Listener:
     def restore(self):
         global listening
         listening = None
-        signal.set_wakeup_fd(-1)
         for number, handler in self.before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler or signal.SIG_DFL)
+        signal.set_wakeup_fd(self.wakeup_fd_before)
 
     def close(self):
         os.close(self.reader)
@@ -57,26 +58,26 @@ def ignore(number, frame):
 
 
 # A forked child, such as a worker of a DataLoader or of a multiprocessing.Pool, inherits handlers
-# and the pipe: a signal to the child would arrive in the parent's thread. So the child undoes both,
-# and until then it receives no signal.
+# and the pipe: a signal to the child would arrive in the parent's thread. Therefore the child
+# undoes both, and until then it receives no signal.
 listening: Listener | None = None
-mask = None
+forking = threading.local()  # two threads may fork at the same time
 
 
 def before_fork():
-    global mask
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, listening.numbers if listening else ())
+    numbers = listening.numbers if listening else ()
+    forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
 def after_fork_in_parent():
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
 
 def after_fork_in_child():
     if inherited := listening:
         inherited.restore()
         inherited.close()
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
 
 os.register_at_fork(

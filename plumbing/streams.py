@@ -14,8 +14,10 @@ def open_closed_streams():
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:  # it takes the lowest that is free
         os.set_inheritable(number, True)
     os.close(number)
-    sys.stdout = sys.stdout or open(1, "w")
-    sys.stderr = sys.stderr or open(2, "w")
+    if sys.stdout is None:
+        sys.stdout = open(1, "w")
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")
 
 
 def print_whole_lines():
@@ -26,7 +28,8 @@ def print_whole_lines():
     encoding lacks a letter. A stream that is no file, as in a notebook, stays unchanged.
     """
     for stream in sys.stdout, sys.stderr:
-        if isinstance(stream, io.TextIOWrapper):
+        if isinstance(stream, io.TextIOWrapper) and not hasattr(stream, "drops"):
+            stream.drops = True  # not once more, if this is called twice
             stream.reconfigure(errors="backslashreplace", line_buffering=True, write_through=False)
             stream.write, stream.flush = or_drop(stream.write), or_drop(stream.flush)
 

@@ -16,8 +16,7 @@ def all_bind_cpus(device: torch.device):
     problem, rank = None, dist.get_rank()
     allowed = getattr(os, "sched_getaffinity", lambda process: set())(0)
     mine = near(device) & allowed or allowed
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (socket.gethostname(), mine))
+    found = agree.all_gather((socket.gethostname(), mine))
     sharers = [other for other, place in enumerate(found) if place == found[rank]]
     cpus = share(mine, sharers.index(rank), len(sharers))
     try:

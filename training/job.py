@@ -27,13 +27,12 @@ def ddp_setup(timeout: int) -> torch.device:
         os.environ.update(zip(launch.LAUNCHER_SETS, alone, strict=True))
         store = dist.HashStore()  # nobody else has to find it
     processes.require_torchrun()
-    device, gpu, backend = devices.device_of(int(os.environ["LOCAL_RANK"])), None, "gloo"
+    device, backend = devices.device_of(int(os.environ["LOCAL_RANK"])), "gloo"
     if device.type != "cpu":
-        gpu = device
         torch.accelerator.set_device_index(device)  # otherwise calls without an index use GPU 0
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     alone = {"store": store, "rank": 0, "world_size": 1} if store else {}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=gpu, **alone)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
     output.print_rank(device)
     return device
 

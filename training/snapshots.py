@@ -148,9 +148,7 @@ class Snapshots:
         agree.all_exit_if(problem)
         about = {key: snapshot[key] for key in snapshot if key not in tensors} if snapshot else None
         # Every machine has a disk of its own: all ranks go on from the newest snapshot on any.
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (about, list(damaged.values())))
-        abouts, lines = zip(*found, strict=True)
+        abouts, lines = zip(*agree.all_gather((about, list(damaged.values()))), strict=True)
         lines = sorted(set(itertools.chain(*lines)))
         newest = max(filter(None, abouts), key=lambda about: about["steps_run"], default=None)
         if lines and not newest:
@@ -228,8 +226,7 @@ def differences(there: dict, here: dict) -> str:
 
 def all_compare(identity: dict, name: str) -> str:
     """End all if that of the run differs between machines. Return the `name` that rank 0 has."""
-    ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (identity, name))
+    ranks = agree.all_gather((identity, name))
     told = next(filter(None, (differences(ranks[0][0], each) for each, _ in ranks)), "")
     agree.all_exit_if(f"not the same on all machines: {told}" if told else None)
     return ranks[0][1]

@@ -189,7 +189,7 @@ def test_the_interface_leads_nowhere(network):
     command = check("alpha:29603")
     agents = [host.start(command, GLOO_SOCKET_IFNAME="side") for host in network.hosts]
     for agent in agents:
-        error = the_error(agent)
+        error = the_error(agent, 40)
         assert error.startswith("the processes met, but gloo cannot connect them: a wrong inter")
 
 

@@ -47,6 +47,28 @@ def test_ddp_and_compile_change_no_names():
     assert checks.not_finite(0.5, wrapped) == "body.1.running_var"
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_is_a_mask_also_in_a_compiled_model(compiled):
+    """Whether torch.compile comes before the start, in load_train_objs, or not at all."""
+    model = start(torch.compile(Model()) if compiled else Model())
+    assert checks.not_finite(0.5, model) is None
+
+
+def test_a_buffer_that_comes_later_may_hold_infinity():
+    """As a causal mask that the first forward pass makes."""
+    model = start(Model())
+    model.register_buffer("late", torch.full((2, 2), -torch.inf))
+    assert checks.not_finite(0.5, model) is None
+
+
+def test_lazy_buffers_and_small_types_have_no_effect():
+    model = Model()
+    model.lazy = nn.LazyBatchNorm1d()
+    model.register_buffer("scale", torch.ones(2).to(torch.float8_e4m3fn))
+    start(model)
+    assert checks.not_finite(0.5, model) is None
+
+
 def test_the_line(capsys):
     model = start(Model())
     model.body[1].running_var[0] = torch.inf

@@ -28,11 +28,17 @@ def test_without_a_gpu_the_cpu():
 
 
 def test_which_ranks_share_a_gpu():
-    own = [("n1", "GPU-a"), ("n1", "GPU-b"), ("n2", "GPU-c")]
-    assert devices.shared_gpu(own) is None
-    assert devices.shared_gpu([("n1", None), ("n1", None)]) is None, "these have no names"
-    told = devices.shared_gpu([*own, ("n2", "GPU-c")])
+    own = [("n1", "cuda", "GPU-a"), ("n1", "cuda", "GPU-b"), ("n2", "cuda", "GPU-c")]
+    assert devices.clash(own) is None
+    assert devices.clash([("n1", "xpu", None), ("n1", "xpu", None)]) is None, "without names"
+    told = devices.clash([*own, ("n2", "cuda", "GPU-c")])
     assert told == ("ranks 2 and 3 use the same GPU, GPU-c of n2. Start one process for each GPU")
+
+
+def test_a_rank_without_a_gpu_is_named():
+    told = devices.clash([("n1", "cuda", "GPU-a"), ("n2", "cpu", None)])
+    kinds = "rank 0 on n1 has a cuda, rank 1 on n2 a cpu"
+    assert told == f"not all ranks have the same kind of device: {kinds}. Run check_cluster.py"
 
 
 def two_on_one_gpu(rank, init_method, folder):
@@ -42,7 +48,7 @@ def two_on_one_gpu(rank, init_method, folder):
     devices.count_gpus = lambda: 1
     devices.current_device = lambda: torch.device("cuda", 0)
     devices.name_of_gpu = lambda device: "GPU-a"
-    agree.all_exit_if_gpu_shared()
+    agree.all_exit_if_devices_clash()
 
 
 def test_two_processes_on_one_gpu_are_refused(tmp_path):

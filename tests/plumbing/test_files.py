@@ -45,6 +45,25 @@ def test_a_snapshot_that_cannot_be_read_is_not_saved(tmp_path):
         assert os.listdir(tmp_path) == ["snapshot.pt"] and path.read_bytes() == b"good"
 
 
+def test_a_key_that_cannot_be_read_is_named(tmp_path):
+    content = {"model": {}, "counts": {np.int64(3): 1}}
+    with pytest.raises(agree.Refused) as refused:
+        files.write_atomically(content, str(tmp_path / "snapshot.pt"))
+    told = "a key of ['counts'] is a numpy.int64, which torch.load would not read back"
+    assert str(refused.value) == f"{told}. {CURE}"
+
+
+def test_what_only_one_side_contains_is_a_misfit():
+    one, more = (
+        {"state": {0: torch.ones(2)}},
+        {"state": {0: torch.ones(2), 1: {"a": torch.ones(3)}}},
+    )
+    assert files.misfit(more, one) == "state 1 a is [3] there, missing here"
+    assert files.misfit(one, more) == "state 1 a is missing there, [3] here"
+    assert files.misfit(None, one) == "state 0 is missing there, [2] here"
+    assert files.misfit(one, one) is None
+
+
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda parts: st.lists(parts) | st.tuples(parts) | st.dictionaries(st.text(), parts),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, TORCHRUN_SCRIPT, edited, gpus, python, run, torchrun
+from launch import LLM, ROOT, TORCHRUN_SCRIPT, edited, gpus, python, run, torchrun
 
 from plumbing import files
 
@@ -81,3 +81,28 @@ def test_a_gpu_holds_one_tensor_of_a_snapshot_at_a_time(tmp_path):
     )
     paths = f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}"
     run(python("driver.py"), 100, PYTHONPATH=paths, **gpus(1))
+
+
+@pytest.mark.gpu(1)
+def test_a_real_run_refuses_two_processes_on_one_gpu():
+    """training/ joins the group by itself: NCCL must not fail before the ranks can tell."""
+    output = run(torchrun(LLM, nproc=2), 100, status=1, **gpus(1))
+    assert len(re.findall("^ERROR: ranks 0 and 1 use the same GPU, ", output, re.M)) == 1, output
+    assert "NCCL" not in output.partition("ERROR: ranks")[0], output
+
+
+@pytest.mark.gpu(1)
+def test_a_resume_gives_the_snapshot_up(monkeypatch):
+    """AdamW counts its steps on the CPU: they must not be those of the file, which is replaced."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    sgd = "torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)"
+    look = 'print("kept:", "snapshot.pt" in open("/proc/self/maps").read())'
+    own = edited(
+        TORCHRUN_SCRIPT,
+        "own.py",
+        (sgd, "torch.optim.AdamW(model.parameters(), lr=1e-3)"),
+        ("        plumbing.report(", f"        {look}\n        plumbing.report("),
+    )
+    run(torchrun(own, 1, 1, nproc=1), 100, **gpus(1))
+    output = run(torchrun(own, 3, 1, nproc=1), 100, **gpus(1))
+    assert "Resuming" in output and output.count("kept: False") == 2, output
