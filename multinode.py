@@ -22,7 +22,7 @@ from datautils import MyTrainDataset, build_model
 
 def ddp_setup(timeout: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    plumbing.require_torchrun()  # RANK, WORLD_SIZE, LOCAL_RANK and more come from it
+    plumbing.require_torchrun()  # RANK, WORLD_SIZE, LOCAL_RANK and more come from torchrun
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
