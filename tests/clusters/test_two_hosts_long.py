@@ -134,7 +134,8 @@ def test_two_jobs_with_one_snapshot_are_kept_apart(network, tmp_path):
     two = start([beta, alpha], "beta:29604", 10**6, 1000, "--snapshot_path", path)
     for agent in two:
         status, output = launch.finish(agent, 150)
-        line = r"^ERROR: on (alpha|beta): a different job uses /.*snapshot.pt \(process \d+ of (alpha|beta), since "
+        line = r"^ERROR: on (alpha|beta): a different job uses /.*snapshot.pt \(process \d+ of "
+        line += "(alpha|beta), since "
         assert status == 1 and re.search(line, output, re.MULTILINE), output
     assert all(agent.poll() is None for agent in one)
 
