@@ -105,12 +105,12 @@ def parse_args():
 
 def main(rank, world_size, init_method, args):  # mp.spawn gives each process its rank
     device = ddp_setup(rank, world_size, init_method)
-    plumbing.print_rank(device)
+    plumbing.print_rank(device)  # its rank (0 if it is alone), host, process id and device
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
-    plumbing.start_wandb(args)
+    plumbing.start_wandb(args)  # rank 0 logs, if --wandb asks for it
     trainer.train(args.total_epochs)
     del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may hang
     dist.destroy_process_group()  # closes the connections while every rank is still there

@@ -141,13 +141,13 @@ def parse_args():
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     device = ddp_setup(args.timeout)
-    plumbing.print_rank(device)
+    plumbing.print_rank(device)  # its rank (0 if it is alone), host, process id and device
     plumbing.all_exit_if_args_bad(args)  # the ranks compare them, which needs the group
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)
-    plumbing.start_wandb(args, trainer.job_id)
+    plumbing.start_wandb(args, trainer.job_id)  # rank 0 logs, if --wandb asks for it
     trainer.train(args.total_epochs)
     del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may hang
     dist.destroy_process_group()  # closes the connections while every rank is still there

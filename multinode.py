@@ -150,7 +150,7 @@ def parse_args():
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     device = ddp_setup(args.timeout)
-    plumbing.print_rank(device)
+    plumbing.print_rank(device)  # its rank (0 if it is alone), host, process id and device
     plumbing.all_exit_if_args_bad(args)  # the ranks compare them, which needs the group
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
