@@ -53,17 +53,20 @@ def all_exit_if(problem: str | None, in_training: bool = False):
     problem = next((found for _, found in problems if found is not None), None)
     if problem is None:
         return
-    if dist.get_node_local_rank(launch.rank()) == 0:
-        hosts = {host for host, other in problems if other == problem}
-        where = (
-            "" if hosts == {host for host, _ in problems} else f"on {', '.join(sorted(hosts))}: "
-        )
-        print(f"ERROR: {where}{problem}", file=sys.stderr)
+    hosts = {host for host, other in problems if other == problem}
+    if hosts < {host for host, _ in problems}:
+        problem = f"on {', '.join(sorted(hosts))}: {problem}"
+    print_on_each_machine(problem)
     all_gather(None)  # once one process has ended, torchrun ends the others
     if in_training:
         output.leave(2)
     dist.destroy_process_group()
     sys.exit(2)
+
+
+def print_on_each_machine(problem: str):
+    if dist.get_node_local_rank(launch.rank()) == 0:
+        print(f"ERROR: {problem}", file=sys.stderr)
 
 
 def exit_before_group(problem: str):
@@ -93,8 +96,7 @@ def all_exit_if_devices_clash():
     problem = devices.clash(all_gather_by_store(here))
     if problem is None:
         return
-    if dist.get_node_local_rank(launch.rank()) == 0:
-        print(f"ERROR: {problem}", file=sys.stderr)
+    print_on_each_machine(problem)
     with suppress(Exception):  # the store may end with the first process that leaves
         all_gather_by_store(None)
     output.leave(2)

@@ -259,9 +259,8 @@ def all_broadcast_snapshot(snapshot: dict | None, src: int) -> dict:
 def all_broadcast_tensor(tensor: torch.Tensor, src: int) -> torch.Tensor:
     """Send a tensor on the CPU, or receive it into `tensor`; return it."""
     values = tensor.contiguous()
-    on_device = (
-        values.view(-1).view(torch.uint8).to(devices.current_device())
-    )  # bytes, because not every dtype can be sent
+    as_bytes = values.view(-1).view(torch.uint8)  # because not every dtype can be sent
+    on_device = as_bytes.to(devices.current_device())
     dist.broadcast(on_device, src)
     return on_device.cpu().view(values.dtype).view(values.shape)
 

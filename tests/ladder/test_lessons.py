@@ -81,7 +81,7 @@ OTHERS_SET |= {"PET_NPROC_PER_NODE", "TORCHELASTIC_RUN_ID"}
 
 # What by its purpose is done once on each machine, or counts machines.
 ONCE_A_MACHINE = {
-    "plumbing/agree.py": {"all_exit_if", "all_exit_if_devices_clash", "exit_before_group"},
+    "plumbing/agree.py": {"print_on_each_machine", "exit_before_group"},
     "plumbing/locks.py": {"all_own"},
 }
 ONCE_A_MACHINE |= {"training/job.py": {"all_count_machines"}}
