@@ -8,27 +8,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from launch import in_processes
-from torch import nn
+from models import TwoHeads
 
 import multigpu
 import multigpu_torchrun
 from datautils import MyTrainDataset
 
 CPU = torch.device("cpu")
-
-
-class TwoHeads(nn.Module):
-    """As GoogLeNet: a second head, and it works in training only."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head, self.second = (
-            nn.Linear(*sizes) for sizes in ((20, 500), (500, 4), (500, 4))
-        )
-
-    def forward(self, x):
-        x = self.body(x).relu()
-        return self.head(x) + 0.3 * self.second(x) if self.training else self.head(x)
 
 
 class Accumulating:
@@ -89,7 +75,7 @@ def report_from_inside(rank, init_method, folder):
         "broken": train(multigpu_torchrun, Accumulating, 2, two_path),
         "resumed": train(multigpu_torchrun, Accumulating, 4, two_path),
         "dicts": train(multigpu_torchrun, OfDicts, 1, others[0], Dicts()),
-        "two heads": train(multigpu_torchrun, None, 1, others[1], model=TwoHeads()),
+        "two heads": train(multigpu_torchrun, None, 1, others[1], model=TwoHeads(20)),
     }
     torch.save(report, f"{folder}/rank{rank}.pt")
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from launch import in_processes
+from models import TwoHeads
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -41,20 +42,6 @@ class OtherOrder(nn.Module):
         return self.last(self.first(x).relu())
 
 
-class TwoHeads(nn.Module):
-    """As GoogLeNet: a second head, and it works in training only."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head, self.second = (
-            nn.Linear(*sizes) for sizes in ((64, 500), (500, 4), (500, 4))
-        )
-
-    def forward(self, x):
-        x = self.body(x).relu()
-        return self.head(x) + 0.3 * self.second(x) if self.training else self.head(x)
-
-
 def convolution():
     layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Dropout(0.3), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(16 * 36, 10))
@@ -83,7 +70,7 @@ MODELS = {
     "bfloat16": (lambda: two_layers().bfloat16(), lambda: torch.randn(4, 64).bfloat16()),
     "frozen weights": (frozen, lambda: torch.randn(4, 64)),
     "another order": (OtherOrder, lambda: torch.randn(4, 64)),
-    "two heads": (TwoHeads, lambda: torch.randn(4, 64)),
+    "two heads": (lambda: TwoHeads(64), lambda: torch.randn(4, 64)),
 }
 
 
