@@ -23,11 +23,12 @@ print("missing:", *missing)
 
 
 WHOLE = """
-import sys
+import functools, sys
 sys.path[:0] = [{root!r}, {root!r} + "/benchmarks"]
 import llm_speed, peers
 llm_speed.SIZES, llm_speed.LENGTH = {{"gpt2": (1, 32, 2, 2)}}, 32
 peers.BLOCKS = 1
+llm_speed.script_rows = functools.partial(llm_speed.script_rows, number=4)
 if {fails!r} in sys.argv and "--child" in sys.argv:
     sys.exit(3)
 if "--child" in sys.argv:
@@ -43,7 +44,7 @@ else:
 def test_rows_are_compared_and_drawn(tmp_path):
     (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="none"))
     options = ("--only", "script", "nano", "--turns", "1", "--picture", "peers.png")
-    output = launch.run(launch.forked("driver.py", *options), 120)
+    output = launch.run(launch.forked("driver.py", *options), 300)
     last = re.findall(r"^(.+?) +([\d,]+) tokens/s  (\d\.\d\d)$", output, re.MULTILINE)
     speeds = {name: float(speed.replace(",", "")) for name, speed, _ in last}
     ratios = {name: float(ratio) for name, _, ratio in last}
@@ -59,7 +60,7 @@ def test_rows_are_compared_and_drawn(tmp_path):
 def test_a_row_that_fails_costs_no_other(tmp_path):
     (tmp_path / "driver.py").write_text(WHOLE.format(root=str(launch.ROOT), fails="nano"))
     options = ("--only", "nano", "script", "--turns", "1")
-    status, output = launch.finish(launch.start(launch.forked("driver.py", *options)), 120)
+    status, output = launch.finish(launch.start(launch.forked("driver.py", *options)), 300)
     assert status == 1
     assert re.search(r"^train_llm.py +[\d,]+ tokens/s  1.00$", output, re.MULTILINE), output
     assert "\nFailed, and is not in the medians: nano." in output

@@ -17,7 +17,7 @@ def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     job = launch.start(list(llm(local, *LONG, "--batch-size", 6, "--wandb", "offline")), **QUIET)
     wait_for(job, lambda output: "Step 3/" in output)
     job.send_signal(signal.SIGUSR1)
-    status, output = launch.finish(job, 20)
+    status, output = launch.finish(job)
     (run,) = read_runs(Path("outputs/default"))  # it was finished: all that was logged is there
     logged = {row["global_step"] for row in run.history if "train/loss" in row}
     assert logged == set(metrics("outputs/default", "train/loss")) and len(logged) >= 3
@@ -30,7 +30,7 @@ def test_a_second_signal_and_the_status_of_the_first(local, tmp_path):
     job.send_signal(signal.SIGTERM)
     job.send_signal(signal.SIGTERM)
     job.send_signal(signal.SIGCONT)
-    status, output = launch.finish(job, 20)
+    status, output = launch.finish(job)
     assert status == 128 + signal.SIGTERM and "SIGTERM: saved at step" in output, "two at once"
 
 
@@ -84,7 +84,7 @@ def test_an_evaluation_is_stopped_and_made_up_for(local, tmp_path, everybody):
         job.send_signal(signal.SIGTERM)
     else:
         os.kill(launch.pids(output)[1], signal.SIGTERM)
-    status, output = launch.finish(job, 20)
+    status, output = launch.finish(job)
     assert time.monotonic() - begin < 10 and "SIGTERM: saved at step 5, leaving" in output, output
     assert "Traceback" not in output.partition("leaving")[0]
     command[command.index("slow.py")] = launch.LLM
