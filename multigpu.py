@@ -20,7 +20,7 @@ def ddp_setup(rank: int, world_size: int, init_method: str) -> torch.device:
     local_rank = rank  # one machine: the two are the same
     device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
-        device = torch.device(local_rank)  # an index alone means a GPU: local rank 1 takes GPU 1
+        device = torch.device(local_rank)  # torch.device(1) means cuda:1: local rank 1 takes GPU 1
         torch.accelerator.set_device_index(device)  # a plain "cuda" now means this GPU, not GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
     dist.init_process_group(backend, init_method, rank=rank, world_size=world_size)
@@ -105,15 +105,15 @@ def parse_args():
 
 def main(rank, world_size, init_method, args):  # mp.spawn gives each process its rank
     device = ddp_setup(rank, world_size, init_method)
-    plumbing.print_rank(device)  # its rank (0 if it is alone), host, process id and device
+    plumbing.print_rank(device)  # the rank, host, process id and device of this process
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every)
     plumbing.start_wandb(args)  # rank 0 logs, if --wandb asks for it
     trainer.train(args.total_epochs)
-    del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may hang
-    dist.destroy_process_group()  # closes the connections while every rank is still there
+    del trainer  # a DDP model that outlives the group it uses can hang the exit
+    dist.destroy_process_group()  # closes the connections to the other ranks
 
 
 if __name__ == "__main__":  # spawned processes import this file: they must not spawn

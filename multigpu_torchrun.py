@@ -20,14 +20,15 @@ from datautils import MyTrainDataset, build_model
 
 def ddp_setup(timeout: int) -> torch.device:
     """Join the process group and return the device that is this process's own."""
-    plumbing.require_torchrun()  # RANK, WORLD_SIZE, LOCAL_RANK and more come from torchrun
+    plumbing.require_torchrun()  # exits unless a launcher has set RANK, LOCAL_RANK and so on
     local_rank = int(os.environ["LOCAL_RANK"])
     device = torch.device("cpu")
     if plumbing.count_gpus() > 0:
-        # Local rank 1 takes GPU 1, unless a wrapper script shows each process one GPU only.
-        device = torch.device(local_rank % plumbing.count_gpus())  # an index alone means a GPU
+        # Local rank 1 takes GPU 1. If a wrapper script shows each process one GPU, it takes that.
+        device = torch.device(local_rank % plumbing.count_gpus())  # torch.device(1) means cuda:1
         torch.accelerator.set_device_index(device)  # a plain "cuda" now means this GPU, not GPU 0
     backend = dist.get_default_backend_for_device(device)  # NCCL for CUDA and ROCm, gloo for a CPU
+    # It reads RANK and WORLD_SIZE, and the ranks meet at MASTER_ADDR and MASTER_PORT.
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return device
 
@@ -42,8 +43,8 @@ class Trainer:
         self.save_every = save_every
         self.snapshot_path = snapshot_path
         self.epochs_run = 0
-        self.job_id = plumbing.all_new_job_id()  # the same on all ranks
-        self._load_snapshot()  # before DDP: the names in the file have no `module.`
+        self.job_id = plumbing.all_new_job_id()  # rank 0 makes it up, all ranks have it
+        self._load_snapshot()  # before DDP, which puts `module.` before the name of each weight
         # Copies rank 0's weights to every rank. backward() will now average the gradients.
         self.model = DDP(self.model)
 
@@ -77,13 +78,13 @@ class Trainer:
         if self.rank != 0:
             return  # all ranks have the same weights: one file, one writer
         weights = self.model.module.state_dict()  # module: the model without DDP around it
-        snapshot = {  # a scheduler or a scaler belongs here too
+        snapshot = {  # the state of a scheduler or a GradScaler belongs here too
             "model": weights,
             "optimizer": self.optimizer.state_dict(),
             "epochs_run": epoch + 1,
             "seed": self.train_data.sampler.seed,
             "job_id": self.job_id,
-            # A resume does not restore these two, it compares them with the new run.
+            # A resume refuses a different optimizer, and prints how the sizes have changed.
             "optimizer_class": type(self.optimizer).__name__,
             "sizes": (self.train_data.batch_size, dist.get_world_size()),
         }
@@ -93,12 +94,12 @@ class Trainer:
     def _load_snapshot(self):
         snapshot = plumbing.all_read_snapshot(self.snapshot_path, self.model, self.optimizer)
         plumbing.all_exit_if_disks_differ(snapshot)  # all ranks must resume from the same snapshot
-        if snapshot is not None:
+        if snapshot is not None:  # there is a file
             self._resume(snapshot)
 
     def _resume(self, snapshot):
         plumbing.print_resume(snapshot, self.train_data)
-        self.model.load_state_dict(snapshot["model"])
+        self.model.load_state_dict(snapshot["model"])  # copies to the device of the model
         self.optimizer.load_state_dict(snapshot["optimizer"])
         self.epochs_run = snapshot["epochs_run"]
         self.train_data.sampler.seed = snapshot["seed"]
@@ -141,16 +142,16 @@ def parse_args():
 @record  # puts the traceback of a failure into torchrun's report
 def main(args):
     device = ddp_setup(args.timeout)
-    plumbing.print_rank(device)  # its rank (0 if it is alone), host, process id and device
-    plumbing.all_exit_if_args_bad(args)  # the ranks compare them, which needs the group
+    plumbing.print_rank(device)  # the rank, host, process id and device of this process
+    plumbing.all_exit_if_args_bad(args)  # all ranks exit together, so that none waits
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)
     trainer = Trainer(model, train_data, optimizer, device, args.save_every, args.snapshot_path)
     plumbing.start_wandb(args, trainer.job_id)  # rank 0 logs, if --wandb asks for it
     trainer.train(args.total_epochs)
-    del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may hang
-    dist.destroy_process_group()  # closes the connections while every rank is still there
+    del trainer  # a DDP model that outlives the group it uses can hang the exit
+    dist.destroy_process_group()  # closes the connections to the other ranks
 
 
 if __name__ == "__main__":

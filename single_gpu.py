@@ -78,7 +78,7 @@ def parse_args():
 def main(args):
     # The GPU, if torch has been built for one and there is one.
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    plumbing.print_rank(device)  # its rank (0 if it is alone), host, process id and device
+    plumbing.print_rank(device)  # the rank, host, process id and device of this process
     dataset, model, optimizer = load_train_objs(args.seed)
     plumbing.all_exit_if_unusable(dataset, model)
     train_data = prepare_dataloader(dataset, args.batch_size, args.seed, device)

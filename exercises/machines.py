@@ -72,8 +72,8 @@ EXERCISES = [
         SCRIPT,
         (
             (
-                "    plumbing.all_exit_if_args_bad(args)  # the ranks compare them, which needs "
-                "the group\n",
+                "    plumbing.all_exit_if_args_bad(args)  # all ranks exit together, so that none "
+                "waits\n",
                 "",
             ),
         ),

@@ -156,9 +156,8 @@ EXERCISES = [
         "multigpu.py",
         (
             (
-                "    del trainer  # frees DDP, which uses the group: if it outlives the group, the "
-                "exit may hang\n    dist.destroy_process_group()  # closes the connections while "
-                "every rank is still there\n",
+                "    del trainer  # a DDP model that outlives the group it uses can hang the exit\n"
+                "    dist.destroy_process_group()  # closes the connections to the other ranks\n",
                 "",
             ),
         ),

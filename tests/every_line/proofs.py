@@ -301,13 +301,13 @@ def by_torchrun(*given, **more):
 
 
 SNAPSHOT = """\
-snapshot = {  # a scheduler or a scaler belongs here too
+snapshot = {  # the state of a scheduler or a GradScaler belongs here too
     "model": weights,
     "optimizer": self.optimizer.state_dict(),
     "epochs_run": epoch + 1,
     "seed": self.train_data.sampler.seed,
     "job_id": self.job_id,
-    # A resume does not restore these two, it compares them with the new run.
+    # A resume refuses a different optimizer, and prints how the sizes have changed.
     "optimizer_class": type(self.optimizer).__name__,
     "sizes": (self.train_data.batch_size, dist.get_world_size()),
 }"""

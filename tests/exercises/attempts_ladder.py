@@ -8,7 +8,10 @@ GATHERED = (
 )
 ADDED = "totals[0] += loss.float() * len(source)"
 SAVE = "plumbing.save_atomically(snapshot, self.snapshot_path)"
-LOAD = "        self._load_snapshot()  # before DDP: the names in the file have no `module.`\n"
+LOAD = (
+    "        self._load_snapshot()  # before DDP, which puts `module.` before the name of each "
+    "weight\n"
+)
 MODULE = "self.model.module.state_dict()  # module: the model without DDP around it"
 NEWEST = "snapshot = plumbing.all_broadcast_snapshot(snapshot, src=newest)"
 BY_OBJECTS = """\
@@ -21,9 +24,8 @@ SEED = "torch.manual_seed(sampler.seed + epoch * dist.get_world_size() + self.ra
 DUE = "if (epoch + 1) % self.save_every == 0 or epoch + 1 == total_epochs:"
 LAST = "\n\ndef load_train_objs"
 LEAVE = (
-    "    del trainer  # frees DDP, which uses the group: if it outlives the group, the exit may "
-    "hang\n    dist.destroy_process_group()  # closes the connections while every rank is still "
-    "there\n"
+    "    del trainer  # a DDP model that outlives the group it uses can hang the exit\n"
+    "    dist.destroy_process_group()  # closes the connections to the other ranks\n"
 )
 ARGS = "plumbing.all_exit_if_args_bad(args)"
 OWN_CHECK = """\

@@ -65,7 +65,7 @@ PLUMBING = [f"plumbing/{path.name}" for path in sorted((ROOT / "plumbing").glob(
 LINES_OF_A_FUNCTION = 50
 
 # And of a lesson: lines that are new, and lines that are gone, at most.
-DIFFS = dict(zip(LESSONS, [(45, 11), (57, 23), (15, 6)], strict=True))
+DIFFS = dict(zip(LESSONS, [(45, 11), (58, 23), (15, 6)], strict=True))
 
 ORDER = ["docstring", "imports", "ddp_setup", "Trainer", "load_train_objs"]
 ORDER += ["prepare_dataloader", "parse_args", "main", "__main__"]
