@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from plumbing import devices, launch, streams
+from plumbing import devices, launch, processes, streams
 
 HOST = socket.gethostname()
 MIB = 2**20
@@ -82,11 +83,22 @@ def first_line(error: Exception) -> str:
 
 def resolve(host: str) -> list[str]:
     """The addresses of a host name as this machine knows it, none if it does not know it."""
-    try:
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-    except OSError:
-        return []
+    found = answer(partial(socket.getaddrinfo, host, None, proto=socket.IPPROTO_TCP), [])
     return [address[0] for *_, address in found]
+
+
+def answer(call, default, seconds: float = 5):
+    """Return `call()`, or `default` if it fails or takes longer: a name server may not answer."""
+    found = []
+
+    def ask():
+        with suppress(OSError):
+            found.append(call())
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else default
 
 
 def is_loopback(address: str) -> bool:
@@ -239,6 +251,8 @@ def start_torchrun(options: list[str], own_options: list[str], wait: int):
     alone = args.nnodes in ("1", "1:1")
     if alone and launch.one_of_several():
         give_up(launch.wrong_start())  # or each would say OK for itself
+    if alone:
+        processes.warn_if_perhaps_one_of_several()
     if not (alone or args.rdzv_endpoint) and is_loopback(args.master_addr):
         meet = "--rdzv-backend=c10d --rdzv-id=456 --rdzv-endpoint=ADDRESS:29603"
         give_up(f"{args.nnodes} machines, but no address where they meet: give all the same {meet}")
@@ -261,6 +275,14 @@ def start_torchrun(options: list[str], own_options: list[str], wait: int):
         if "timeout" not in args.rdzv_conf:
             limits = f"timeout={together},join_timeout={together}"  # of static rendezvous, of c10d
             args.rdzv_conf = f"{limits},{args.rdzv_conf}".rstrip(",")
+    if (args.standalone or args.rdzv_backend == "c10d") and not args.local_addr:
+        published = answer(socket.getfqdn, HOST)  # as the address where the processes meet
+        if not processes.can_be_resolved(published, wait):
+            cure = "localhost" if alone else "ADDRESS, with the address that the others reach"
+            give_up(
+                f"{HOST} cannot resolve its own name, {published}, at which torchrun lets the"
+                f" processes meet: add it to /etc/hosts, or give --local-addr={cure}"
+            )
     logging.disable(logging.ERROR)  # torchrun's report says less than the line that we print
     try:
         torchrun.run(args)

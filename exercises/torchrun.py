@@ -122,8 +122,8 @@ EXERCISES = [
         SCRIPT,
         (
             (
-                "        self._load_snapshot()  # before DDP, which puts `module.` before the name of "
-                "each weight\n",
+                "        self._load_snapshot()  # before DDP, which puts `module.` before the name "
+                "of each weight\n",
                 "",
             ),
         ),

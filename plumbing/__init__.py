@@ -5,7 +5,8 @@ agree       lets all ranks decide something together, such as to end
 launch      knows which launcher started this process, and what it has to set
 processes   lets the processes of a job end together
 devices     knows which GPU belongs to this process
-checks      finds before training, and before each save, what could not be saved
+checks      finds before training, and before each save, what must not be saved
+versions    compares the code of all machines, and their versions of Python and PyTorch
 files       saves and reads snapshots, whole or not at all
 locks       gives a file to one job at a time
 output      prints lines, draws the progress bar, logs to Weights & Biases
@@ -17,7 +18,7 @@ docs/plumbing.md explains every function. Every rank has to call a function that
 
 import gc
 
-from plumbing import streams
+from plumbing import launch, processes, streams
 from plumbing.agree import all_exit_if as all_exit_if
 from plumbing.agree import all_new_job_id as all_new_job_id
 from plumbing.arguments import all_exit_if_args_bad as all_exit_if_args_bad
@@ -38,4 +39,6 @@ from plumbing.processes import local_job as local_job
 from plumbing.processes import require_torchrun as require_torchrun
 
 streams.open_closed_streams()
+launch.drop_empty_variables()
+processes.take_signals_as_process_1()
 gc.freeze()  # the objects of torch stay for good: the garbage collector need not visit them again

@@ -4,7 +4,7 @@ import argparse
 import os
 import tempfile
 
-from plumbing import agree, devices, launch
+from plumbing import agree, devices, launch, locks, processes, versions
 from plumbing.agree import Refused
 
 HELP = {
@@ -39,6 +39,9 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
     if not by_torchrun:
         agree.all_exit_if(launch.not_alone(spawns="nproc" in defaults))
         agree.all_exit_if(cannot_write(os.getcwd(), "start it in a different folder"))
+        busy = f"a different job trains in {os.getcwd()}"
+        locks.all_own(".checkpoint.pt.lock", busy, "start in a different folder")
+        processes.warn_if_perhaps_one_of_several()
     return args
 
 
@@ -100,9 +103,10 @@ def cannot_write(folder: str, cure: str, make: bool = False) -> str | None:
 
 
 def all_exit_if_args_bad(args: argparse.Namespace, may_differ: tuple = ("snapshot_path",)):
-    """End all ranks if an argument is wrong or not the same on all machines, or a device is.
+    """End all ranks if an argument is wrong, or if the machines differ in arguments, code, devices.
 
-    Each machine has its own command line. With different values the ranks would train apart.
+    Each machine has its own command line, and perhaps its own copy of the script. If they differed,
+    the ranks would train apart.
 
     may_differ: names of arguments that may have a different value on each machine.
     """
@@ -115,3 +119,4 @@ def all_exit_if_args_bad(args: argparse.Namespace, may_differ: tuple = ("snapsho
     agree.all_exit_if(
         f"{', '.join(different)}: not the same on all machines" if different else None
     )
+    versions.all_exit_if_code_differs()

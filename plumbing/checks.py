@@ -1,9 +1,15 @@
-"""Checks before training and before each save: there is data, and what is saved is finite."""
+"""Checks before training and before each save: there is data, and the weights may be saved."""
+
+import math
+import socket
 
 import torch
+import torch.distributed as dist
 
-from plumbing import agree, files, output
+from plumbing import agree, files, launch, output
 
+LARGEST_ROUNDING = 1e-3  # relative to the weights
+warned_of_rounding = False
 finite_at_start: set[str] = set()  # the names of the buffers that have to stay finite
 
 
@@ -17,29 +23,103 @@ def all_exit_if_unusable(dataset, model: torch.nn.Module):
 
 
 def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
-    """End all ranks if training has diverged, because NaN must not be saved over good weights.
+    """End all ranks if training has diverged, because such weights must not be saved.
 
-    What has to be finite: the loss, the parameters that are trained, and the buffers that were
-    finite at the start. (A mask may hold minus infinity.)
+    What has to be finite, because NaN would be saved over good weights: the loss, the parameters
+    that are trained, and the buffers that were finite at the start. (A mask may hold minus
+    infinity.) And the ranks must have the same parameters, because only rank 0 saves its own.
     """
     if len(train_data) == 0:
         sizes = f"{len(output.sampler_of(train_data))} samples for each process, batch size"
         size = output.batch_size_of(train_data)
         agree.all_exit_if(f"an epoch has no step: {sizes} {size}", in_training=True)
-    name, problem = not_finite(loss, model), None
+    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    sums = sums_of(trained)
+    name, problem = not_finite(loss, trained, sums, model), None
     if name:
         cure = "Lower the learning rate (the smaller the batch, the lower) or look at the data"
         problem = f"training diverged, nothing is saved: {name} is not finite (loss {loss}). {cure}"
-    agree.all_exit_if(problem, in_training=True)
+    found = agree.all_gather((problem, sums))
+    if any(problem is not None for problem, _ in found):
+        agree.all_exit_if(problem, in_training=True)
+    if any(sums != found[0][1] for _, sums in found):
+        all_compare_weights(model, trained)
 
 
-def not_finite(loss: float, model: torch.nn.Module) -> str | None:
+def sums_of(weights: dict[str, torch.Tensor]) -> list[float]:
+    """Return the sum of each tensor. Sums are equal if weights are, and finite only if all are."""
+    sums = [numbers_of(weight).sum(dtype=torch.float32) for weight in weights.values()]
+    # One transfer from the GPU. A model may be on several.
+    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+
+
+def numbers_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a weight as a tensor of torch's ordinary types, without a gradient."""
+    weight = weight.detach()
+    if hasattr(weight, "to_local"):  # a shard: the part that this rank has
+        weight = weight.to_local()
+    if torch.nn.parameter.is_lazy(weight):  # it has no numbers before the first batch
+        return torch.zeros(1)
+    if weight.is_complex():
+        return torch.view_as_real(weight)
+    # torch has no sum for all types of 8 bits.
+    return weight.float() if weight.is_floating_point() and weight.itemsize == 1 else weight
+
+
+def not_finite(loss: float, trained: dict, sums: list[float], model) -> str | None:
     """Return the name of the first value that has to be finite and is not, or None."""
-    values = [("the loss", torch.tensor(loss))]
-    values += [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
-    buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
-    values += [(name, buffer) for name, buffer in buffers if name in finite_at_start]
-    return next((plain_name(name) for name, value in values if not is_finite(value)), None)
+    if not math.isfinite(loss):
+        return "the loss"
+    buffers = {name: each for name, each in model.named_buffers()}
+    buffers = {name: each for name, each in buffers.items() if plain_name(name) in finite_at_start}
+    values = [*zip(trained.items(), sums, strict=True)]
+    values += [*zip(buffers.items(), sums_of(buffers), strict=True)]
+    for (name, value), total in values:
+        # The sum of large finite numbers may be infinite, too.
+        if not math.isfinite(total) and not is_finite(value):
+            return plain_name(name)
+    return None
+
+
+def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]):
+    """End all ranks if the weights of one differ from those of rank 0 by more than rounding does.
+
+    DDP gives all ranks the same gradients, so they differ if an update does: in one process's code,
+    or because the model is not in DDP. Machines of different kinds only round differently. Ranks
+    that have parameters of different names or shapes hold different parts of a model, and are not
+    compared. Neither are shards.
+    """
+    global warned_of_rounding
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second, so only here
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        return
+    if any(hasattr(weight, "to_local") for weight in trained.values()):  # of fully_shard
+        return
+    layout = [(plain_name(name), tuple(each.shape)) for name, each in trained.items()]
+    if any(other != layout for other in agree.all_gather(layout)):
+        return
+    largest, name = max(zip(map(all_difference, trained.values()), trained, strict=True))
+    found = agree.all_gather((largest, plain_name(name), socket.gethostname()))
+    rank, (largest, name, host) = max(enumerate(found), key=lambda each: each[1][0])
+    which = f"{name} of rank {rank} on {host} has a relative difference of {largest:.1g} to rank 0"
+    if largest > LARGEST_ROUNDING:
+        cure = "Put the model into DDP, and make every update on all ranks alike"
+        problem = f"the ranks have different weights, nothing is saved: {which}. {cure}"
+        agree.all_exit_if(problem, in_training=True)
+    if largest > 0 and not warned_of_rounding and launch.rank() == 0:
+        kinds = "Machines of different kinds round differently"
+        print(f"WARNING: {which}. {kinds}. More than {LARGEST_ROUNDING} ends the job")
+    warned_of_rounding |= largest > 0
+
+
+def all_difference(weight: torch.Tensor) -> float:
+    """Return the norm of the difference from rank 0's tensor, relative to the larger norm."""
+    mine = numbers_of(weight).float()
+    of_rank_0 = mine.contiguous().clone()
+    dist.broadcast(of_rank_0, src=0)
+    size = max(float(mine.norm()), float(of_rank_0.norm()))
+    return float((mine - of_rank_0).norm()) / size if size else 0.0
 
 
 def plain_name(name: str) -> str:
@@ -48,8 +128,4 @@ def plain_name(name: str) -> str:
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    if torch.nn.parameter.is_lazy(value):  # it has no numbers before the first batch
-        return True
-    if value.is_floating_point() and value.element_size() == 1:
-        value = value.float()  # torch has no isfinite for all types of 8 bits
-    return bool(value.isfinite().all())
+    return bool(numbers_of(value).isfinite().all())

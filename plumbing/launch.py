@@ -2,22 +2,105 @@
 
 import os
 import sys
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 LAUNCHER_SETS = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
-# What other launchers set to how many there are, and where the six above come from then.
-OTHERS_SET = {
-    "OMPI_COMM_WORLD_SIZE": "mpirun has them as OMPI_COMM_WORLD_RANK and so on, but no address",
-    "SLURM_STEP_NUM_TASKS": "srun has them as SLURM_PROCID and so on: start "
-    "slurm/multinode_srun.sbatch",
-    "PMI_SIZE": "mpirun has them as PMI_RANK and so on, but no address",
-    "PET_NNODES": "that is for torchrun: start torchrun, not python",
-    "WORLD_SIZE": "srun has them as SLURM_LOCALID and so on, mpirun as OMPI_COMM_WORLD_LOCAL_RANK"
-    " and so on, and in a pod of Kubernetes torchrun sets them",
-}
 PAGE = "docs/clusters.md, Launchers"
-NUMBERS_ON_A_MACHINE = "LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK MPI_LOCALRANKID SLURM_LOCALID".split()
+
+
+class Launcher(NamedTuple):
+    """The variables that a launcher sets in each process that it starts."""
+
+    size: str  # how many processes or machines there are
+    cure: str  # how to start a script of several processes with this launcher
+    local_ranks: tuple = ()  # the number of the process on its machine, by one of these names
+
+
+def renamed(command: str, rank: str) -> str:
+    return f"{command} has them as {rank} and so on, but no address"
+
+
+# The first one that counts more than one process is the one that started this process: mpirun and
+# others may run in a batch file of Slurm. The source of the names is above each.
+LAUNCHERS = [
+    # docs.open-mpi.org, Environment variables set for MPI applications
+    Launcher(
+        "OMPI_COMM_WORLD_SIZE",
+        renamed("mpirun", "OMPI_COMM_WORLD_RANK"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+    ),
+    # mvapich.cse.ohio-state.edu, user guides of MVAPICH2 (MV2) and of MVAPICH 3 and later (MVP)
+    Launcher(
+        "MV2_COMM_WORLD_SIZE",
+        renamed("mpirun", "MV2_COMM_WORLD_RANK"),
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+    ),
+    Launcher(
+        "MVP_COMM_WORLD_SIZE",
+        renamed("mpirun", "MVP_COMM_WORLD_RANK"),
+        ("MVP_COMM_WORLD_LOCAL_RANK",),
+    ),
+    # docs.olcf.ornl.gov, Summit user guide: jsrun of IBM's Job Step Manager, under LSF
+    Launcher(
+        "JSM_NAMESPACE_SIZE", renamed("jsrun", "JSM_NAMESPACE_RANK"), ("JSM_NAMESPACE_LOCAL_RANK",)
+    ),
+    # flux-framework.readthedocs.io, flux-environment(7)
+    Launcher("FLUX_JOB_SIZE", renamed("flux run", "FLUX_TASK_RANK"), ("FLUX_TASK_LOCAL_ID",)),
+    # horovod.readthedocs.io, Horovod in Docker and on clusters
+    Launcher("HOROVOD_SIZE", renamed("horovodrun", "HOROVOD_RANK"), ("HOROVOD_LOCAL_RANK",)),
+    # slurm.schedmd.com, srun: output environment variables
+    Launcher(
+        "SLURM_STEP_NUM_TASKS",
+        "srun has them as SLURM_PROCID and so on: start slurm/multinode_srun.sbatch",
+        ("SLURM_LOCALID",),
+    ),
+    # github.com/pmodels/mpich, doc/wiki; intel.com, MPI Library developer reference (MPI_…);
+    # docs.alcf.anl.gov, Aurora: mpiexec of an HPE Cray (PALS_…)
+    Launcher("PMI_SIZE", renamed("mpirun", "PMI_RANK"), ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
+    # docs.skypilot.co, Environment variables: one command on each node
+    Launcher(
+        "SKYPILOT_NUM_NODES",
+        "that counts nodes: start torchrun on each, with --node-rank=$SKYPILOT_NODE_RANK",
+    ),
+    # dstack.ai/docs, Distributed tasks: one command on each node
+    Launcher(
+        "DSTACK_NODES_NUM",
+        "that counts nodes: start torchrun on each, with --node-rank=$DSTACK_NODE_RANK",
+    ),
+    # docs.aws.amazon.com/batch, Multi-node parallel job environment variables
+    Launcher(
+        "AWS_BATCH_JOB_NUM_NODES",
+        "that counts nodes: start torchrun on each, with --node-rank=$AWS_BATCH_JOB_NODE_INDEX",
+    ),
+    # www.kubeflow.org/docs/components/trainer
+    Launcher("PET_NNODES", "that is for torchrun: start torchrun, not python"),
+    # PyTorch itself, and whatever sets some of its variables
+    Launcher(
+        "WORLD_SIZE",
+        "srun has them as SLURM_LOCALID and so on, mpirun as OMPI_COMM_WORLD_LOCAL_RANK"
+        " and so on, and in a pod of Kubernetes torchrun sets them",
+    ),
+]
+# The number of a process where nothing says how many there are. Each may be a job of its own.
+# Sources: kubernetes.io, Indexed Job; volcano.sh, Job; docs.openpmix.org; AWS Batch, array jobs.
+INDEXES = "JOB_COMPLETION_INDEX VC_TASK_INDEX PMIX_RANK AWS_BATCH_JOB_ARRAY_INDEX".split()
+
+
+def drop_empty_variables():
+    """Let a variable that is set to nothing, such as RANK=$UNKNOWN, count as not set.
+
+    PyTorch reads some of them too, and would fail with a traceback about int('').
+    """
+    for name in LAUNCHER_SETS:
+        if os.environ.get(name) == "":
+            del os.environ[name]
+
+
+def value_of(name: str) -> str | None:
+    """Return the value of a variable, or None. An empty one counts as not set."""
+    return os.environ.get(name) or None
 
 
 def rank() -> int:
@@ -25,17 +108,33 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def launcher_of_several() -> Launcher | None:
+    """Return the launcher of which this process is one of several, or None."""
+    alone = (None, "0", "1", "1:1")
+    return next((each for each in LAUNCHERS if value_of(each.size) not in alone), None)
+
+
 def one_of_several() -> str | None:
     """Return what shows that this process is not all of its job, as NAME=value, or None."""
-    values = {name: os.environ.get(name, "1") for name in OTHERS_SET}
-    alone = ("", "0", "1", "1:1")
-    said = (f"{name}={value}" for name, value in values.items() if value not in alone)
-    return next(said, None)
+    launcher = launcher_of_several()
+    return launcher and f"{launcher.size}={value_of(launcher.size)}"
 
 
 def number_here() -> int:
     """Return the number of this process on its machine, or 0 if no launcher has set it."""
-    return int(next((os.environ[name] for name in NUMBERS_ON_A_MACHINE if name in os.environ), 0))
+    names = ["LOCAL_RANK", *(name for each in LAUNCHERS for name in each.local_ranks)]
+    found = next(filter(None, map(value_of, names)), "0")
+    return int(found) if found.isdecimal() else 0
+
+
+def perhaps_one_of_several() -> str | None:
+    """Return a warning if this process may be one of several that train apart, or None."""
+    counted = any(value_of(each.size) for each in LAUNCHERS if each.size != "WORLD_SIZE")
+    name = next(filter(value_of, INDEXES), None)
+    if counted or not name:
+        return None
+    apart = "If there are several, each of them is a job by itself. To train together"
+    return f"WARNING: {name}={value_of(name)}. {apart}, see {PAGE}"
 
 
 def not_alone(spawns: bool) -> str | None:
@@ -55,19 +154,26 @@ def not_alone(spawns: bool) -> str | None:
 
 def wrong_start() -> str | None:
     """Return why this process cannot know its place in a job and how to start it, or None."""
-    missing = " ".join(name for name in LAUNCHER_SETS if name not in os.environ)
-    several = one_of_several()
-    name = several and several.partition("=")[0]
-    if missing and several:
-        return f"{several}, but {missing} not set: {OTHERS_SET[name]}. See {PAGE}"
+    missing = " ".join(name for name in LAUNCHER_SETS if not value_of(name))
+    launcher, several = launcher_of_several(), one_of_several()
+    if missing and launcher:
+        return f"{several}, but {missing} not set: {launcher.cure}. See {PAGE}"
     if missing:
         command = f"torchrun --standalone --nproc_per_node=gpu {sys.argv[0]}"
         return f"{missing} not set. Start with: {command} (no GPU: 2)"
+    for name in set(LAUNCHER_SETS) - {"MASTER_ADDR"}:
+        if not os.environ[name].isdecimal():
+            return f"{name}={os.environ[name]} is not a number. See {PAGE}"
     # The torchruns of one job on several machines share a name for it. --standalone makes up a
     # long one, and without --rdzv-id it is "none".
     name_of_job = os.environ.get("TORCHELASTIC_RUN_ID")
     nameless = name_of_job and (name_of_job == "none" or len(name_of_job) == 36)
-    of_one_machine = os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]
-    if several and name != "WORLD_SIZE" and of_one_machine and nameless:
+    name = launcher and launcher.size
+    if several and name != "WORLD_SIZE" and all_on_one_machine() and nameless:
         return f"{several}, but torchrun was told of one machine: see {PAGE} (or env -u {name} …)"
     return None
+
+
+def all_on_one_machine() -> bool:
+    """Return whether all ranks of the job run on this machine, as its launcher says."""
+    return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,13 +21,52 @@ from plumbing import agree, launch
 
 
 def require_torchrun():
-    """End this process if the launcher's variables are missing, or as soon as torchrun is gone."""
+    """End this process if the launcher's variables are missing, or as soon as torchrun is gone.
+
+    It also ends if the address where the ranks meet is a name that this machine does not know.
+    """
     agree.all_exit_if(launch.wrong_start())
-    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+    agree.all_exit_if(unknown_address(os.environ["MASTER_ADDR"]))
+    if launch.all_on_one_machine():
         stay_on_this_machine()
+        warn_if_perhaps_one_of_several()
     if dist.is_torchelastic_launched():
         threading.Thread(target=end_with_launcher, args=(find_launcher(),), daemon=True).start()
         atexit.register(leave_last)
+
+
+def warn_if_perhaps_one_of_several():
+    warning = launch.perhaps_one_of_several()
+    if warning and launch.number_here() == 0:
+        print(warning, file=sys.stderr)
+
+
+def unknown_address(host: str, seconds: float = 15) -> str | None:
+    """Return why the ranks cannot meet at `host`, or None if it can be resolved in that time.
+
+    PyTorch would try for many minutes. A name may also need some seconds until it is known.
+    """
+    if can_be_resolved(host, seconds):
+        return None
+    cure = "Add it to /etc/hosts, or give torchrun --local-addr=ADDRESS (on one machine: localhost)"
+    return f"{socket.gethostname()} does not know the name {host}, where the ranks meet. {cure}"
+
+
+def can_be_resolved(host: str, seconds: float) -> bool:
+    """Return whether `host` has an address, with a new attempt each second."""
+    found = threading.Event()
+
+    def resolve():
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(OSError):
+                socket.getaddrinfo(host, None)
+                return found.set()
+            time.sleep(1)
+
+    # In a thread, because a name server that does not answer takes as long as it likes.
+    threading.Thread(target=resolve, daemon=True).start()
+    return found.wait(seconds)
 
 
 def leave_last():
@@ -55,15 +94,20 @@ def end_with_launcher(launcher: int | None):
 def find_launcher() -> int | None:
     """Return the process id of the torchrun that started this process, or None if it is gone.
 
-    It need not be the parent, because a wrapper may be between the two. It is the first ancestor
-    that has loaded torch: whatever adopts the processes of a torchrun that was killed has not.
+    It need not be the parent, because a wrapper may be between the two. torchrun starts each
+    process, or its wrapper, as the first of a new session, so torchrun is above that one. It is an
+    ancestor that has loaded torch: whatever adopts the processes of a torchrun that was killed has
+    not.
     """
     found = ancestors()
     no_proc = not has_loaded_torch(os.getpid())  # then this system has no /proc
-    # torchrun starts each process in a session of its own. Its number is 0 or 1 if torchrun is
-    # outside of this container. The ancestors end with process 1 if all of them can be seen.
-    if no_proc or os.getsid(0) < 2 or found[-1] > 1:
+    # The session's number is 0 or 1 if torchrun is outside of this container. The ancestors end
+    # with process 1 if all of them can be seen.
+    first_of_session = os.getsid(0)
+    if no_proc or first_of_session < 2 or found[-1] > 1:
         return os.getppid()
+    if first_of_session in found:
+        found = found[found.index(first_of_session) + 1 :]
     return next(filter(has_loaded_torch, found), None)
 
 
@@ -119,6 +163,16 @@ def local_job(processes: int):
         finally:
             tempfile.tempdir = None
             end_children()
+
+
+def take_signals_as_process_1():
+    """Let SIGTERM end this process if it is number 1, as in a container that has no init.
+
+    The system delivers no signal to process 1 that the process has no handler for, so `docker stop`
+    would wait for ten seconds and then kill it.
+    """
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, exit_by_signal)
 
 
 def exit_by_signal(number, frame):

@@ -23,7 +23,7 @@ def ddp_setup(timeout: int) -> torch.device:
     # Any of these says that a launcher has started this process, or in a pod that torchrun shall.
     names = (*launch.LAUNCHER_SETS, "PET_NPROC_PER_NODE")
     if not launch.one_of_several() and not any(name in os.environ for name in names):
-        alone = ("0", "1", "0", "1", "localhost", "0")
+        alone = ("0", "1", "0", "1", "127.0.0.1", "0")
         os.environ.update(zip(launch.LAUNCHER_SETS, alone, strict=True))
         store = dist.HashStore()  # nobody else has to find it
     processes.require_torchrun()
