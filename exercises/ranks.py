@@ -107,6 +107,10 @@ def _run_rank(script, args, env, folder, cwd, log, largest_file):
         os.environ.update(env)
         runpy.run_path(script, run_name="__main__")
         return
+    from plumbing import locks
+
     script = runpy.run_path(script)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+    if rank > 0:  # in a real job only the parent reads the command line, and locks the folder
+        locks.held[".checkpoint.pt.lock"] = open(os.devnull)  # noqa: SIM115
     script["main"](rank, world_size, f"file://{folder}/store", script["parse_args"]())

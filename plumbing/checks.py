@@ -2,6 +2,7 @@
 
 import math
 import socket
+import sys
 
 import torch
 import torch.distributed as dist
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from plumbing import agree, files, launch, output
 
 LARGEST_ROUNDING = 1e-3  # relative to the weights
-warned_of_rounding = False
+PART = 1000  # of the numbers of a tensor
+compared_before = warned_of_rounding = False
 finite_at_start: set[str] = set()  # the names of the buffers that have to stay finite
 
 
@@ -34,49 +36,54 @@ def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
         size = output.batch_size_of(train_data)
         agree.all_exit_if(f"an epoch has no step: {sizes} {size}", in_training=True)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    sums = sums_of(trained)
-    name, problem = not_finite(loss, trained, sums, model), None
+    watched = trained | buffers_to_watch(model)
+    sums = sums_of(watched)
+    name, problem = not_finite(loss, watched, sums), None
     if name:
         cure = "Lower the learning rate (the smaller the batch, the lower) or look at the data"
         problem = f"training diverged, nothing is saved: {name} is not finite (loss {loss}). {cure}"
-    found = agree.all_gather((problem, sums))
+    found = agree.all_gather((problem, [sums[name] for name in trained]))
     if any(problem is not None for problem, _ in found):
         agree.all_exit_if(problem, in_training=True)
     if any(sums != found[0][1] for _, sums in found):
         all_compare_weights(model, trained)
 
 
-def sums_of(weights: dict[str, torch.Tensor]) -> list[float]:
-    """Return the sum of each tensor. Sums are equal if weights are, and finite only if all are."""
-    sums = [numbers_of(weight).sum(dtype=torch.float32) for weight in weights.values()]
-    # One transfer from the GPU. A model may be on several.
-    return torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+def buffers_to_watch(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that were finite at the start."""
+    buffers = model.named_buffers()
+    return {name: buffer for name, buffer in buffers if plain_name(name) in finite_at_start}
+
+
+def sums_of(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the sum of each tensor. It is finite only if all numbers of the tensor are."""
+    sums = [numbers_of(value).sum(dtype=torch.float32) for value in values.values()]
+    if not sums:
+        return {}
+    together = torch.stack([each.to(sums[0].device) for each in sums])  # a model may be on several
+    return dict(zip(values, together.tolist(), strict=True))  # waits for the GPU once
 
 
 def numbers_of(weight: torch.Tensor) -> torch.Tensor:
     """Return the numbers of a weight as a tensor of torch's ordinary types, without a gradient."""
+    if torch.nn.parameter.is_lazy(weight):  # it has no numbers before the first batch
+        return torch.zeros(1)
     weight = weight.detach()
     if hasattr(weight, "to_local"):  # a shard: the part that this rank has
         weight = weight.to_local()
-    if torch.nn.parameter.is_lazy(weight):  # it has no numbers before the first batch
-        return torch.zeros(1)
     if weight.is_complex():
         return torch.view_as_real(weight)
     # torch has no sum for all types of 8 bits.
     return weight.float() if weight.is_floating_point() and weight.itemsize == 1 else weight
 
 
-def not_finite(loss: float, trained: dict, sums: list[float], model) -> str | None:
-    """Return the name of the first value that has to be finite and is not, or None."""
+def not_finite(loss: float, values: dict, sums: dict[str, float]) -> str | None:
+    """Return the name of the first value that is not finite, or None. sums: of all values."""
     if not math.isfinite(loss):
         return "the loss"
-    buffers = {name: each for name, each in model.named_buffers()}
-    buffers = {name: each for name, each in buffers.items() if plain_name(name) in finite_at_start}
-    values = [*zip(trained.items(), sums, strict=True)]
-    values += [*zip(buffers.items(), sums_of(buffers), strict=True)]
-    for (name, value), total in values:
+    for name, value in values.items():
         # The sum of large finite numbers may be infinite, too.
-        if not math.isfinite(total) and not is_finite(value):
+        if not math.isfinite(sums[name]) and not is_finite(value):
             return plain_name(name)
     return None
 
@@ -89,7 +96,7 @@ def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]
     that have parameters of different names or shapes hold different parts of a model, and are not
     compared. Neither are shards.
     """
-    global warned_of_rounding
+    global compared_before, warned_of_rounding
     from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second, so only here
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -99,7 +106,11 @@ def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]
     layout = [(plain_name(name), tuple(each.shape)) for name, each in trained.items()]
     if any(other != layout for other in agree.all_gather(layout)):
         return
-    largest, name = max(zip(map(all_difference, trained.values()), trained, strict=True))
+    # Whole tensors the first time. If only rounding differs, a part of them is enough from then on.
+    part = PART if compared_before else sys.maxsize
+    compared_before = True
+    differences = [all_difference(weight, part) for weight in trained.values()]
+    largest, name = max(zip(differences, trained, strict=True))
     found = agree.all_gather((largest, plain_name(name), socket.gethostname()))
     rank, (largest, name, host) = max(enumerate(found), key=lambda each: each[1][0])
     which = f"{name} of rank {rank} on {host} has a relative difference of {largest:.1g} to rank 0"
@@ -113,9 +124,13 @@ def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]
     warned_of_rounding |= largest > 0
 
 
-def all_difference(weight: torch.Tensor) -> float:
-    """Return the norm of the difference from rank 0's tensor, relative to the larger norm."""
-    mine = numbers_of(weight).float()
+def all_difference(weight: torch.Tensor, part: int) -> float:
+    """Return the norm of the difference from rank 0's tensor, relative to the larger norm.
+
+    part: how many numbers of the tensor to compare, evenly spread over it.
+    """
+    mine = numbers_of(weight).flatten()
+    mine = mine[:: max(1, len(mine) // part)].float()
     of_rank_0 = mine.contiguous().clone()
     dist.broadcast(of_rank_0, src=0)
     size = max(float(mine.norm()), float(of_rank_0.norm()))

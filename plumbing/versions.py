@@ -46,22 +46,18 @@ def digests() -> dict[str, str]:
     script = getattr(sys.modules["__main__"], "__file__", None)
     found = {SCRIPT: script} if script else {}
     # A link to the script may be elsewhere: its modules are beside the file that it points to.
-    folders = {os.path.dirname(os.path.realpath(script)) if script else None, folder_of_script()}
-    folders.add(str(Path(__file__).parents[1]))
+    folders = {str(Path(__file__).parents[1]), folder_of_script()}
+    folders.add(os.path.dirname(os.path.realpath(script)) if script else None)
+    folders = tuple(folder + os.sep for folder in folders if folder)
+    installed = sysconfig.get_path("stdlib") + os.sep, "site-packages"
     for module in list(sys.modules.values()):
         path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        for folder in filter(None, folders):
-            if is_source(path) and path.startswith(folder + os.sep):
-                found[path.removeprefix(folder + os.sep)] = path
+        if not isinstance(path, str) or not path.startswith(folders) or not path.endswith(".py"):
+            continue
+        if not any(part in path for part in installed):  # an environment may be in the folder too
+            name = min((path.removeprefix(folder) for folder in folders), key=len)
+            found[name] = path
     return {name: digest for name, path in found.items() if (digest := digest_of(path))}
-
-
-def is_source(path: str | None) -> bool:
-    """Return whether this is the Python source of a module that no installer has put there."""
-    if not isinstance(path, str) or not path.endswith(".py"):
-        return False
-    library = sysconfig.get_path("stdlib") + os.sep
-    return not path.startswith(library) and "site-packages" not in path
 
 
 def digest_of(path: str) -> str | None:

@@ -25,6 +25,14 @@ FOREIGN = {
     "another MPI": ({"PMI_SIZE": "2"}, "mpirun has them as PMI_RANK"),
     "TrainJob": ({"PET_NNODES": "1:2"}, "start torchrun, not python"),
     "PyTorchJob": (POD, "SLURM_LOCALID and so on, mpirun as OMPI_COMM_WORLD_LOCAL_RANK"),
+    "MVAPICH2": ({"MV2_COMM_WORLD_SIZE": "2"}, "mpirun has them as MV2_COMM_WORLD_RANK"),
+    "MVAPICH 4": ({"MVP_COMM_WORLD_SIZE": "2"}, "mpirun has them as MVP_COMM_WORLD_RANK"),
+    "jsrun": ({"JSM_NAMESPACE_SIZE": "2"}, "jsrun has them as JSM_NAMESPACE_RANK"),
+    "Flux": ({"FLUX_JOB_SIZE": "2"}, "flux run has them as FLUX_TASK_RANK"),
+    "Horovod": ({"HOROVOD_SIZE": "2"}, "horovodrun has them as HOROVOD_RANK"),
+    "SkyPilot": ({"SKYPILOT_NUM_NODES": "2"}, "--node-rank=$SKYPILOT_NODE_RANK"),
+    "dstack": ({"DSTACK_NODES_NUM": "2"}, "--node-rank=$DSTACK_NODE_RANK"),
+    "AWS Batch": ({"AWS_BATCH_JOB_NUM_NODES": "2"}, "--node-rank=$AWS_BATCH_JOB_NODE_INDEX"),
 }
 
 
@@ -34,7 +42,8 @@ EACH = pytest.mark.parametrize("env, cure", FOREIGN.values(), ids=FOREIGN)
 @pytest.fixture
 def environment(monkeypatch):
     """Set variables for the test alone; those of a launcher that started pytest are not there."""
-    others = (*launchers.OTHERS_SET, *launchers.NUMBERS_ON_A_MACHINE, "TORCHELASTIC_RUN_ID")
+    others = [name for each in launchers.LAUNCHERS for name in (each.size, *each.local_ranks)]
+    others += [*launchers.INDEXES, "TORCHELASTIC_RUN_ID"]
     for name in (*launchers.LAUNCHER_SETS, *others):
         monkeypatch.delenv(name, raising=False)
     return lambda env: [monkeypatch.setenv(name, value) for name, value in env.items()]
@@ -54,7 +63,7 @@ def test_a_part_of_a_job_is_told_what_is_missing_and_where_it_comes_from(environ
 @EACH
 def test_one_process_is_no_part_of_a_job(environment, env, cure, value):
     """A step of one task, an mpirun of one process, a pod alone."""
-    (name,) = env.keys() & launchers.OTHERS_SET.keys()
+    (name,) = env.keys() & {each.size for each in launchers.LAUNCHERS}
     environment({name: value})
     assert launchers.not_alone(spawns=False) is None
     assert "Start with: torchrun --standalone" in launchers.wrong_start()
@@ -86,6 +95,44 @@ def test_the_inner_launcher_counts(environment):
     environment({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     environment({"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     assert launchers.number_here() == 1
+
+
+def test_each_launcher_of_the_table_is_tried():
+    tried = {name for env, _ in FOREIGN.values() for name in env}
+    assert {each.size for each in launchers.LAUNCHERS} <= tried
+
+
+@pytest.mark.parametrize("name", [n for each in launchers.LAUNCHERS for n in each.local_ranks])
+def test_the_number_on_a_machine_is_read(environment, name):
+    environment({name: "3"})
+    assert launchers.number_here() == 3
+    environment({"LOCAL_RANK": "2"})
+    assert launchers.number_here() == 2
+
+
+@pytest.mark.parametrize("name", launchers.INDEXES)
+def test_a_number_without_a_count_is_a_warning(environment, name):
+    """As in an indexed job of Kubernetes, where each pod may be a job of its own."""
+    environment({name: "0"})
+    assert launchers.not_alone(spawns=False) is None
+    assert launchers.perhaps_one_of_several().startswith(f"WARNING: {name}=0. ")
+    environment({"SLURM_STEP_NUM_TASKS": "1"})  # that says how many there are
+    assert launchers.perhaps_one_of_several() is None
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_variable_that_is_no_number_is_named(environment, name):
+    environment(ALL_SIX | {name: "one"})
+    assert launchers.wrong_start().startswith(f"{name}=one is not a number")
+
+
+def test_an_empty_variable_counts_as_not_set(environment):
+    environment(dict.fromkeys(launchers.LAUNCHER_SETS, ""))
+    launchers.drop_empty_variables()
+    assert not any(name in launchers.os.environ for name in launchers.LAUNCHER_SETS)
+    environment({"LOCAL_RANK": "0"})
+    launchers.drop_empty_variables()
+    assert launchers.os.environ["LOCAL_RANK"] == "0"
 
 
 def refused(command, **env):

@@ -33,6 +33,8 @@ if __name__ == "__main__":
     [
         ([30, 20, 1], 40, {40, 20}, 20),  # a wrapper is between the two
         ([30, 1], 40, {40, 30}, 30),
+        ([30, 20, 1], 30, {40, 30, 20}, 20),  # the wrapper is a program in Python with torch
+        ([30, 1], 30, {40, 30}, None),  # and torchrun is gone
         ([1], 40, {40, 1}, 1),  # torchrun is process 1 of a container
         ([20, 1], 40, {40}, None),  # it is gone, and 20 has adopted this process
         ([30, 1], 1, {40}, 30),  # it is outside of this container
@@ -48,6 +50,38 @@ def test_the_launcher_is_an_ancestor_with_torch(monkeypatch, found, session, loa
     monkeypatch.setattr(processes, "ancestors", lambda: found)
     monkeypatch.setattr(processes, "has_loaded_torch", loaded.__contains__)
     assert processes.find_launcher() == launcher
+
+
+def test_an_address_that_is_unknown_is_named():
+    begin = time.monotonic()
+    line = processes.unknown_address("nowhere.invalid", seconds=1.5)
+    assert 1 < time.monotonic() - begin < 5
+    assert "does not know the name nowhere.invalid, where the ranks meet. " in line
+    assert processes.unknown_address("localhost") is None
+
+
+def test_a_name_server_that_does_not_answer_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(processes.socket, "getaddrinfo", lambda *_: time.sleep(10))
+    begin = time.monotonic()
+    assert processes.unknown_address("nowhere.invalid", seconds=0.5)
+    assert time.monotonic() - begin < 5
+
+
+AS_PROCESS_1 = """
+import os, signal, sys
+os.getpid = lambda: {pid}
+import plumbing
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+
+
+@pytest.mark.parametrize("pid, is_default", [(1, "False"), (2, "True")])
+def test_only_process_1_gets_a_handler(tmp_path, pid, is_default):
+    (tmp_path / "driver.py").write_text(AS_PROCESS_1.format(pid=pid))
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "driver.py"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{is_default}\n", done.stderr
 
 
 def test_the_ancestors_of_this_process():
