@@ -11,76 +11,67 @@ PAGE = "docs/clusters.md, Launchers"
 
 
 class Launcher(NamedTuple):
-    """The variables that a launcher sets in each process that it starts."""
+    """The variables by which a launcher gives a process its place in a job."""
 
     size: str  # how many processes or machines there are
-    cure: str  # how to start a script of several processes with this launcher
-    local_ranks: tuple = ()  # the number of the process on its machine, by one of these names
+    rank: str  # which of them this one is
+    local_ranks: tuple  # which of those on its machine, by one of these names
+    cure: str  # how to start a script that has several processes
 
 
-def renamed(command: str, rank: str) -> str:
-    return f"{command} has them as {rank} and so on, but no address"
-
-
-# The first one that counts more than one process is the one that started this process: mpirun and
-# others may run in a batch file of Slurm. The source of the names is above each.
+MPI = " has them as {rank} and so on, but no address"
+NODES = "that counts machines: start torchrun on each, with --node-rank=${rank}"
+POD = "that is for torchrun: start torchrun, not python"
+# The first one that counts more than one process is the one that started this process: an mpirun
+# may run in a batch file of Slurm. The source of the names is above each.
 LAUNCHERS = [
-    # docs.open-mpi.org, Environment variables set for MPI applications
+    # docs.open-mpi.org: Environment variables set for MPI applications
     Launcher(
         "OMPI_COMM_WORLD_SIZE",
-        renamed("mpirun", "OMPI_COMM_WORLD_RANK"),
+        "OMPI_COMM_WORLD_RANK",
         ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        "mpirun" + MPI,
     ),
-    # mvapich.cse.ohio-state.edu, user guides of MVAPICH2 (MV2) and of MVAPICH 3 and later (MVP)
+    # mvapich.cse.ohio-state.edu: the user guides of MVAPICH2 (MV2) and of later ones (MVP)
     Launcher(
-        "MV2_COMM_WORLD_SIZE",
-        renamed("mpirun", "MV2_COMM_WORLD_RANK"),
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_LOCAL_RANK",), "mpirun" + MPI
     ),
     Launcher(
-        "MVP_COMM_WORLD_SIZE",
-        renamed("mpirun", "MVP_COMM_WORLD_RANK"),
-        ("MVP_COMM_WORLD_LOCAL_RANK",),
+        "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK", ("MVP_COMM_WORLD_LOCAL_RANK",), "mpirun" + MPI
     ),
-    # docs.olcf.ornl.gov, Summit user guide: jsrun of IBM's Job Step Manager, under LSF
+    # docs.olcf.ornl.gov: the Summit user guide, jsrun under LSF
     Launcher(
-        "JSM_NAMESPACE_SIZE", renamed("jsrun", "JSM_NAMESPACE_RANK"), ("JSM_NAMESPACE_LOCAL_RANK",)
+        "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", ("JSM_NAMESPACE_LOCAL_RANK",), "jsrun" + MPI
     ),
-    # flux-framework.readthedocs.io, flux-environment(7)
-    Launcher("FLUX_JOB_SIZE", renamed("flux run", "FLUX_TASK_RANK"), ("FLUX_TASK_LOCAL_ID",)),
-    # horovod.readthedocs.io, Horovod in Docker and on clusters
-    Launcher("HOROVOD_SIZE", renamed("horovodrun", "HOROVOD_RANK"), ("HOROVOD_LOCAL_RANK",)),
-    # slurm.schedmd.com, srun: output environment variables
+    # flux-framework.readthedocs.io: flux-environment(7)
+    Launcher("FLUX_JOB_SIZE", "FLUX_TASK_RANK", ("FLUX_TASK_LOCAL_ID",), "flux run" + MPI),
+    # horovod.readthedocs.io: the environment of horovodrun
+    Launcher("HOROVOD_SIZE", "HOROVOD_RANK", ("HOROVOD_LOCAL_RANK",), "horovodrun" + MPI),
+    # slurm.schedmd.com: srun, output environment variables
     Launcher(
         "SLURM_STEP_NUM_TASKS",
-        "srun has them as SLURM_PROCID and so on: start slurm/multinode_srun.sbatch",
+        "SLURM_PROCID",
         ("SLURM_LOCALID",),
+        "srun has them as {rank} and so on: start slurm/multinode_srun.sbatch",
     ),
-    # github.com/pmodels/mpich, doc/wiki; intel.com, MPI Library developer reference (MPI_…);
-    # docs.alcf.anl.gov, Aurora: mpiexec of an HPE Cray (PALS_…)
-    Launcher("PMI_SIZE", renamed("mpirun", "PMI_RANK"), ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID")),
-    # docs.skypilot.co, Environment variables: one command on each node
-    Launcher(
-        "SKYPILOT_NUM_NODES",
-        "that counts nodes: start torchrun on each, with --node-rank=$SKYPILOT_NODE_RANK",
-    ),
-    # dstack.ai/docs, Distributed tasks: one command on each node
-    Launcher(
-        "DSTACK_NODES_NUM",
-        "that counts nodes: start torchrun on each, with --node-rank=$DSTACK_NODE_RANK",
-    ),
-    # docs.aws.amazon.com/batch, Multi-node parallel job environment variables
-    Launcher(
-        "AWS_BATCH_JOB_NUM_NODES",
-        "that counts nodes: start torchrun on each, with --node-rank=$AWS_BATCH_JOB_NODE_INDEX",
-    ),
+    # github.com/pmodels/mpich and intel.com, MPI Library developer reference: MPI_…
+    # docs.alcf.anl.gov, Aurora: PALS_… of the mpiexec of an HPE Cray
+    Launcher("PMI_SIZE", "PMI_RANK", ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID"), "mpirun" + MPI),
+    # docs.skypilot.co: Environment variables
+    Launcher("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", (), NODES),
+    # dstack.ai/docs: Distributed tasks
+    Launcher("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", (), NODES),
+    # docs.aws.amazon.com/batch: Multi-node parallel jobs, environment variables
+    Launcher("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", (), NODES),
     # www.kubeflow.org/docs/components/trainer
-    Launcher("PET_NNODES", "that is for torchrun: start torchrun, not python"),
-    # PyTorch itself, and whatever sets some of its variables
+    Launcher("PET_NNODES", "PET_NODE_RANK", (), POD),
+    # PyTorch itself, and launchers that set only some of its variables
     Launcher(
         "WORLD_SIZE",
-        "srun has them as SLURM_LOCALID and so on, mpirun as OMPI_COMM_WORLD_LOCAL_RANK"
-        " and so on, and in a pod of Kubernetes torchrun sets them",
+        "RANK",
+        ("LOCAL_RANK",),
+        "srun has them as SLURM_LOCALID and so on, mpirun as OMPI_COMM_WORLD_LOCAL_RANK and so on,"
+        " and in a pod of Kubernetes torchrun sets them",
     ),
 ]
 # The number of a process where nothing says how many there are. Each may be a job of its own.
@@ -122,7 +113,7 @@ def one_of_several() -> str | None:
 
 def number_here() -> int:
     """Return the number of this process on its machine, or 0 if no launcher has set it."""
-    names = ["LOCAL_RANK", *(name for each in LAUNCHERS for name in each.local_ranks)]
+    names = ("LOCAL_RANK", *(name for each in LAUNCHERS for name in each.local_ranks))
     found = next(filter(None, map(value_of, names)), "0")
     return int(found) if found.isdecimal() else 0
 
@@ -157,7 +148,8 @@ def wrong_start() -> str | None:
     missing = " ".join(name for name in LAUNCHER_SETS if not value_of(name))
     launcher, several = launcher_of_several(), one_of_several()
     if missing and launcher:
-        return f"{several}, but {missing} not set: {launcher.cure}. See {PAGE}"
+        cure = launcher.cure.format(rank=launcher.rank)
+        return f"{several}, but {missing} not set: {cure}. See {PAGE}"
     if missing:
         command = f"torchrun --standalone --nproc_per_node=gpu {sys.argv[0]}"
         return f"{missing} not set. Start with: {command} (no GPU: 2)"
@@ -169,11 +161,11 @@ def wrong_start() -> str | None:
     name_of_job = os.environ.get("TORCHELASTIC_RUN_ID")
     nameless = name_of_job and (name_of_job == "none" or len(name_of_job) == 36)
     name = launcher and launcher.size
-    if several and name != "WORLD_SIZE" and all_on_one_machine() and nameless:
+    if several and name != "WORLD_SIZE" and on_one_machine() and nameless:
         return f"{several}, but torchrun was told of one machine: see {PAGE} (or env -u {name} …)"
     return None
 
 
-def all_on_one_machine() -> bool:
+def on_one_machine() -> bool:
     """Return whether all ranks of the job run on this machine, as its launcher says."""
     return os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]

@@ -27,7 +27,7 @@ def require_torchrun():
     """
     agree.all_exit_if(launch.wrong_start())
     agree.all_exit_if(unknown_address(os.environ["MASTER_ADDR"]))
-    if launch.all_on_one_machine():
+    if launch.on_one_machine():
         stay_on_this_machine()
         warn_if_perhaps_one_of_several()
     if dist.is_torchelastic_launched():

@@ -81,6 +81,20 @@ def test_the_own_name_does_not_resolve(network):
 
 
 @needs_namespaces
+def test_one_machine_that_does_not_know_its_own_name(network):
+    """It is told within seconds, and both cures of docs/clusters.md work."""
+    alpha = network.hosts[0]
+    alpha.know("127.0.0.1 localhost")
+    alone = launch.python(launch.CHECK, "--max_mib=1")
+    error = the_error(alpha.start(alone))
+    assert error.startswith("alpha cannot resolve its own name, ")
+    options = ("--standalone", "--nproc_per_node=2", "--local-addr=localhost")
+    assert "OK: " in see_it_end(alpha.start([*alone, *options]), 0, 60)
+    alpha.know("127.0.1.1 alpha")
+    assert "OK: " in see_it_end(alpha.start(alone), 0, 60)
+
+
+@needs_namespaces
 def test_nobody_listens(network):
     error = the_error(network.hosts[1].start(check("alpha:29603", "--wait=3")))
     assert error.startswith("nobody listens at alpha port 29603: start the check on that machine")

@@ -76,11 +76,14 @@ OURS |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
 LAUNCHER_SETS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 LAUNCHER_SETS |= {"MASTER_ADDR", "MASTER_PORT"}
 PLUMBING_SETS = {"GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"}
-OTHERS_SET = {name for each in launch.LAUNCHERS for name in (each.size, *each.local_ranks)}
+OTHERS_SET = {
+    name for each in launch.LAUNCHERS for name in (each.size, each.rank, *each.local_ranks)
+}
 OTHERS_SET |= {*launch.INDEXES, "PET_NPROC_PER_NODE", "TORCHELASTIC_RUN_ID"}
 
 # What by its purpose is done once on each machine, or counts machines.
 ONCE_A_MACHINE = {
+    "plumbing/processes.py": {"warn_if_perhaps_one_of_several"},
     "plumbing/agree.py": {"print_on_each_machine", "exit_before_group"},
     "plumbing/locks.py": {"all_own"},
 }
