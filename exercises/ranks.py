@@ -96,6 +96,15 @@ def enter(cwd, log):
     os.dup2(file, 2)
 
 
+def let_rank_0_lock(rank):
+    """Of multigpu.py only the parent reads the command line, and locks the folder. Here each rank
+    reads it, so all but rank 0 have the lock already."""
+    from plumbing import locks
+
+    if rank > 0:
+        locks.held[".checkpoint.pt.lock"] = open(os.devnull)  # noqa: SIM115
+
+
 def _run_rank(script, args, env, folder, cwd, log, largest_file):
     sys.path.insert(0, str(ROOT))
     on_the_cpu()
@@ -107,10 +116,7 @@ def _run_rank(script, args, env, folder, cwd, log, largest_file):
         os.environ.update(env)
         runpy.run_path(script, run_name="__main__")
         return
-    from plumbing import locks
-
     script = runpy.run_path(script)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    if rank > 0:  # in a real job only the parent reads the command line, and locks the folder
-        locks.held[".checkpoint.pt.lock"] = open(os.devnull)  # noqa: SIM115
+    let_rank_0_lock(rank)
     script["main"](rank, world_size, f"file://{folder}/store", script["parse_args"]())

@@ -87,7 +87,7 @@ ATTEMPTS = {
         ],
     },
     "wrap": {
-        "says": "Ranks hold other weights",
+        "says": "the ranks have different weights, nothing is saved",
         "cures": [
             (
                 ("self.model = DDP(self.model)", "self.ddp = DDP(self.model)"),
@@ -291,7 +291,7 @@ ATTEMPTS = {
         ],
     },
     "two_disks": {
-        "says": "rank 0 begins with 0, rank 1 begins with 2",
+        "says": "the ranks have different weights, nothing is saved",
         "cures": [
             ((NEWEST, BY_OBJECTS),),
             (("found.index(max(found))", "max(zip(found, range(9)))[1]"),),
@@ -319,7 +319,7 @@ ATTEMPTS = {
             (((NEWEST, NEWEST.replace("newest", "1")),), "Training thrown away"),
             (
                 ((NEWEST, "pass"),),
-                "rank 0 begins with 0, rank 1 begins with 2",
+                "the ranks have different weights, nothing is saved",
             ),
         ],
     },
