@@ -111,6 +111,7 @@ def all_exit_if_args_bad(args: argparse.Namespace, may_differ: tuple = ("snapsho
     may_differ: names of arguments that may have a different value on each machine.
     """
     agree.all_exit_if_devices_clash()
+    versions.all_exit_if_code_differs()
     agree.all_exit_if(vars(args).get("mistake"))
     typed = agree.all_gather(vars(args))
     names = dict.fromkeys(name for each in typed for name in each)
@@ -119,4 +120,3 @@ def all_exit_if_args_bad(args: argparse.Namespace, may_differ: tuple = ("snapsho
     agree.all_exit_if(
         f"{', '.join(different)}: not the same on all machines" if different else None
     )
-    versions.all_exit_if_code_differs()

@@ -58,10 +58,14 @@ def buffers_to_watch(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def sums_of(values: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the sum of each tensor. It is finite only if all numbers of the tensor are."""
     sums = [numbers_of(value).sum(dtype=torch.float32) for value in values.values()]
-    if not sums:
-        return {}
-    together = torch.stack([each.to(sums[0].device) for each in sums])  # a model may be on several
-    return dict(zip(values, together.tolist(), strict=True))  # waits for the GPU once
+    return dict(zip(values, to_floats(sums), strict=True))
+
+
+def to_floats(scalars: list[torch.Tensor]) -> list[float]:
+    """Return the value of each scalar, and wait for the GPU once only."""
+    if not scalars:
+        return []
+    return torch.stack([each.to(scalars[0].device) for each in scalars]).tolist()  # from all GPUs
 
 
 def numbers_of(weight: torch.Tensor) -> torch.Tensor:
@@ -110,7 +114,7 @@ def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]
     part = PART if compared_before else sys.maxsize
     compared_before = True
     differences = [all_difference(weight, part) for weight in trained.values()]
-    largest, name = max(zip(differences, trained, strict=True))
+    largest, name = max(zip(to_floats(differences), trained, strict=True))
     found = agree.all_gather((largest, plain_name(name), socket.gethostname()))
     rank, (largest, name, host) = max(enumerate(found), key=lambda each: each[1][0])
     which = f"{name} of rank {rank} on {host} has a relative difference of {largest:.1g} to rank 0"
@@ -124,7 +128,7 @@ def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]
     warned_of_rounding |= largest > 0
 
 
-def all_difference(weight: torch.Tensor, part: int) -> float:
+def all_difference(weight: torch.Tensor, part: int) -> torch.Tensor:
     """Return the norm of the difference from rank 0's tensor, relative to the larger norm.
 
     part: how many numbers of the tensor to compare, evenly spread over it.
@@ -133,8 +137,8 @@ def all_difference(weight: torch.Tensor, part: int) -> float:
     mine = mine[:: max(1, len(mine) // part)].float()
     of_rank_0 = mine.contiguous().clone()
     dist.broadcast(of_rank_0, src=0)
-    size = max(float(mine.norm()), float(of_rank_0.norm()))
-    return float((mine - of_rank_0).norm()) / size if size else 0.0
+    size = torch.maximum(mine.norm(), of_rank_0.norm())
+    return (mine - of_rank_0).norm() / size.clamp(min=torch.finfo(size.dtype).tiny)
 
 
 def plain_name(name: str) -> str:

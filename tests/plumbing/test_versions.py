@@ -16,10 +16,7 @@ SAME = ("Python 3.11.7", "torch 2.13.0")
 
 def of(*machines):
     """What each rank tells: its place, its files with a digest each, its versions."""
-    return [(place, files, SAME) for place, files in machines]
-
-
-OLD, NEW = {versions.SCRIPT: "1", "plumbing/files.py": "1"}, {versions.SCRIPT: "1"}
+    return [versions.Program(place, "run.py", files, SAME) for place, files in machines]
 
 
 @pytest.mark.parametrize(
@@ -45,13 +42,21 @@ def test_the_line_names_the_files_and_the_machines_that_are_odd(everyone, odd, s
     assert line == f"{odd}: not the same code as on {same}. {cure}"
 
 
+def test_a_different_script_is_named_as_it_is_called_there():
+    mine, other = of(("a:/x", {versions.SCRIPT: "1"}), ("b:/x", {versions.SCRIPT: "1"}))
+    assert versions.different_code([mine, other._replace(script="copy.py")]) is None
+    other = other._replace(script="multinode.py", files={versions.SCRIPT: "2"})
+    assert versions.different_code([mine, other]).startswith("multinode.py of b:/x: not the same")
+
+
 def test_a_module_that_only_some_ranks_have_imported_is_no_difference():
     both = {"m.py": "1", "plots.py": "1"}
     assert versions.different_code(of(("a:/x", both), ("b:/y", {"m.py": "1"}))) is None
 
 
 def test_versions_are_compared():
-    mine = [("a:/x", {}, SAME), ("b:/x", {}, SAME), ("c:/x", {}, ("Python 3.11.7", "torch 2.14.1"))]
+    *mine, other = of(("a:/x", {}), ("b:/x", {}), ("c:/x", {}))
+    mine += [other._replace(versions=("Python 3.11.7", "torch 2.14.1"))]
     assert versions.different_versions(mine[:2]) is None
     line = versions.different_versions(mine)
     assert line.startswith("torch 2.13.0 on a, b, torch 2.14.1 on c. ")
