@@ -25,5 +25,5 @@ ENV HOME=/tmp \
 
 # Not root, or all that you save belongs to root. Most Linux machines give this number to their first user.
 USER 1000:1000
-ENTRYPOINT ["dumb-init", "--"]
+ENTRYPOINT ["dumb-init", "--single-child", "--"]
 CMD ["bash"]

@@ -87,12 +87,12 @@ def resolve(host: str) -> list[str]:
     return [address[0] for *_, address in found]
 
 
-def answer(call, default, seconds: float = 5):
+def answer(call, default, seconds: float = 12):
     """Return `call()`, or `default` if it fails or takes longer: a name server may not answer."""
     found = []
 
     def ask():
-        with suppress(OSError):
+        with suppress(OSError, UnicodeError):
             found.append(call())
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -276,7 +276,7 @@ def start_torchrun(options: list[str], own_options: list[str], wait: int):
             limits = f"timeout={together},join_timeout={together}"  # of static rendezvous, of c10d
             args.rdzv_conf = f"{limits},{args.rdzv_conf}".rstrip(",")
     if (args.standalone or args.rdzv_backend == "c10d") and not args.local_addr:
-        published = answer(socket.getfqdn, HOST)  # as the address where the processes meet
+        published = answer(socket.getfqdn, HOST, 5)  # as the address where the processes meet
         if not processes.can_be_resolved(published, wait):
             cure = "localhost" if alone else "ADDRESS, with the address that the others reach"
             give_up(

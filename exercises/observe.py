@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import plumbing
-from exercises.ranks import let_rank_0_lock
+from exercises.ranks import leave_the_lock_to_rank_0
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 path = sys.argv.pop(1)
@@ -137,7 +137,7 @@ torch.save, plumbing.all_broadcast_snapshot = save_and_look, broadcast_and_look
 for name in ("cpu", "numpy", "tolist"):
     setattr(torch.Tensor, name, counted(getattr(torch.Tensor, name)))
 Path(f"rank{RANK}").mkdir(exist_ok=True)
-let_rank_0_lock(RANK)
+leave_the_lock_to_rank_0(RANK)
 args = script["parse_args"]() if not by_torchrun else None
 store = f"file://{os.path.abspath('store')}"
 os.chdir(f"rank{RANK}")

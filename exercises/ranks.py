@@ -96,7 +96,7 @@ def enter(cwd, log):
     os.dup2(file, 2)
 
 
-def let_rank_0_lock(rank):
+def leave_the_lock_to_rank_0(rank):
     """Of multigpu.py only the parent reads the command line, and locks the folder. Here each rank
     reads it, so all but rank 0 have the lock already."""
     from plumbing import locks
@@ -118,5 +118,5 @@ def _run_rank(script, args, env, folder, cwd, log, largest_file):
         return
     script = runpy.run_path(script)
     rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
-    let_rank_0_lock(rank)
+    leave_the_lock_to_rank_0(rank)
     script["main"](rank, world_size, f"file://{folder}/store", script["parse_args"]())

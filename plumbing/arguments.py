@@ -39,9 +39,10 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
     if not by_torchrun:
         agree.all_exit_if(launch.not_alone(spawns="nproc" in defaults))
         agree.all_exit_if(cannot_write(os.getcwd(), "start it in a different folder"))
-        busy = f"a different job trains in {os.getcwd()}"
-        locks.all_own(".checkpoint.pt.lock", busy, "start in a different folder")
         processes.warn_if_perhaps_one_of_several()
+        busy = f"a different job trains in {os.getcwd()}"
+        again = f"If one launcher started both, see {launch.PAGE}"
+        locks.all_own(".checkpoint.pt.lock", busy, f"start in a different folder. {again}")
     return args
 
 

@@ -31,15 +31,14 @@ def all_exit_if_not_finite(loss: float, model: torch.nn.Module, train_data):
     that are trained, and the buffers that were finite at the start. (A mask may hold minus
     infinity.) And the ranks must have the same parameters, because only rank 0 saves its own.
     """
-    if len(train_data) == 0:
-        sizes = f"{len(output.sampler_of(train_data))} samples for each process, batch size"
-        size = output.batch_size_of(train_data)
-        agree.all_exit_if(f"an epoch has no step: {sizes} {size}", in_training=True)
     trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
     watched = trained | buffers_to_watch(model)
     sums = sums_of(watched)
     name, problem = not_finite(loss, watched, sums), None
-    if name:
+    if len(train_data) == 0:
+        sizes = f"{len(output.sampler_of(train_data))} samples for each process, batch size"
+        problem = f"an epoch has no step: {sizes} {output.batch_size_of(train_data)}"
+    elif name:
         cure = "Lower the learning rate (the smaller the batch, the lower) or look at the data"
         problem = f"training diverged, nothing is saved: {name} is not finite (loss {loss}). {cure}"
     found = agree.all_gather((problem, [sums[name] for name in trained]))
@@ -101,44 +100,60 @@ def all_compare_weights(model: torch.nn.Module, trained: dict[str, torch.Tensor]
     compared. Neither are shards.
     """
     global compared_before, warned_of_rounding
-    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second, so only here
-
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        return
-    if any(hasattr(weight, "to_local") for weight in trained.values()):  # of fully_shard
-        return
     layout = [(plain_name(name), tuple(each.shape)) for name, each in trained.items()]
-    if any(other != layout for other in agree.all_gather(layout)):
+    layouts = agree.all_gather(None if is_sharded(model) else layout)
+    if None in layouts or any(other != layouts[0] for other in layouts):
         return
     # Whole tensors the first time. If only rounding differs, a part of them is enough from then on.
-    part = PART if compared_before else sys.maxsize
+    largest = all_largest_difference(trained, PART if compared_before else sys.maxsize)
     compared_before = True
-    differences = [all_difference(weight, part) for weight in trained.values()]
-    largest, name = max(zip(to_floats(differences), trained, strict=True))
-    found = agree.all_gather((largest, plain_name(name), socket.gethostname()))
-    rank, (largest, name, host) = max(enumerate(found), key=lambda each: each[1][0])
-    which = f"{name} of rank {rank} on {host} has a relative difference of {largest:.1g} to rank 0"
-    if largest > LARGEST_ROUNDING:
+    found = agree.all_gather((*largest, socket.gethostname()))
+    rank, (excess, relative, name, host) = max(enumerate(found), key=lambda each: each[1][0])
+    which = f"{name} of rank {rank} on {host} differs from that of rank 0 by {100 * relative:.2g} %"
+    if excess > 1:
         cure = "Put the model into DDP, and make every update on all ranks alike"
         problem = f"the ranks have different weights, nothing is saved: {which}. {cure}"
         agree.all_exit_if(problem, in_training=True)
-    if largest > 0 and not warned_of_rounding and launch.rank() == 0:
-        kinds = "Machines of different kinds round differently"
-        print(f"WARNING: {which}. {kinds}. More than {LARGEST_ROUNDING} ends the job")
-    warned_of_rounding |= largest > 0
+    if relative > 0 and not warned_of_rounding and launch.rank() == 0:
+        kinds = "Machines of different kinds round differently. If they are equal, look for an"
+        print(f"WARNING: {which}. {kinds} update that only some ranks make")
+    warned_of_rounding |= relative > 0
 
 
-def all_difference(weight: torch.Tensor, part: int) -> torch.Tensor:
-    """Return the norm of the difference from rank 0's tensor, relative to the larger norm.
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Return whether each rank has a part of each weight, by either kind of FSDP."""
+    if any(hasattr(weight, "to_local") for weight in model.parameters()):
+        return True
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second, so only here
 
-    part: how many numbers of the tensor to compare, evenly spread over it.
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
+def all_largest_difference(trained: dict, part: int) -> tuple[float, float, str]:
+    """Return how far the weight that is furthest from rank 0's is away, and its name.
+
+    The first number is relative to what rounding may make of it, the second one to its size.
+    part: how many numbers of a tensor to compare, evenly spread over it.
     """
-    mine = numbers_of(weight).flatten()
-    mine = mine[:: max(1, len(mine) // part)].float()
-    of_rank_0 = mine.contiguous().clone()
-    dist.broadcast(of_rank_0, src=0)
-    size = torch.maximum(mine.norm(), of_rank_0.norm())
-    return (mine - of_rank_0).norm() / size.clamp(min=torch.finfo(size.dtype).tiny)
+    differences, norms, counts = [], [], []
+    for weight in trained.values():
+        mine = numbers_of(weight).flatten()
+        mine = mine[:: max(1, len(mine) // part)].float()
+        of_rank_0 = mine.contiguous().clone()
+        dist.broadcast(of_rank_0, src=0)
+        differences.append((mine - of_rank_0).norm())
+        norms.append(torch.maximum(mine.norm(), of_rank_0.norm()))
+        counts.append(len(mine))
+    differences, norms = to_floats(differences), to_floats(norms)
+    # A tensor near zero is measured by the size of all numbers, or its rounding would seem large.
+    typical = math.sqrt(sum(norm**2 for norm in norms) / sum(counts))
+    found = []
+    for name, difference, norm, count in zip(trained, differences, norms, counts, strict=True):
+        size = max(norm, typical * math.sqrt(count))
+        relative = difference / size if size else 0.0
+        rounding = max(LARGEST_ROUNDING, 4 * torch.finfo(trained[name].dtype).eps)
+        found.append((relative / rounding, relative, plain_name(name)))
+    return max(found)
 
 
 def plain_name(name: str) -> str:

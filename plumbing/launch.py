@@ -22,8 +22,8 @@ class Launcher(NamedTuple):
 MPI = " has them as {rank} and so on, but no address"
 NODES = "that counts machines: start torchrun on each, with --node-rank=${rank}"
 POD = "that is for torchrun: start torchrun, not python"
-# The first one that counts more than one process is the one that started this process: an mpirun
-# may run in a batch file of Slurm. The source of the names is above each.
+# The first one that counts more than one process is taken for the one that started this process: an
+# mpirun may run in a batch file of Slurm. The source of the names is above each.
 LAUNCHERS = [
     # docs.open-mpi.org: Environment variables set for MPI applications
     Launcher(
@@ -113,7 +113,9 @@ def one_of_several() -> str | None:
 
 def number_here() -> int:
     """Return the number of this process on its machine, or 0 if no launcher has set it."""
-    names = ("LOCAL_RANK", *(name for each in LAUNCHERS for name in each.local_ranks))
+    names = [name for each in LAUNCHERS for name in each.local_ranks]
+    # In a batch file an mpirun hands on Slurm's number of the file itself, so that comes last.
+    names = ["LOCAL_RANK", *sorted(names, key=lambda name: name == "SLURM_LOCALID")]
     found = next(filter(None, map(value_of, names)), "0")
     return int(found) if found.isdecimal() else 0
 
@@ -153,8 +155,8 @@ def wrong_start() -> str | None:
     if missing:
         command = f"torchrun --standalone --nproc_per_node=gpu {sys.argv[0]}"
         return f"{missing} not set. Start with: {command} (no GPU: 2)"
-    for name in set(LAUNCHER_SETS) - {"MASTER_ADDR"}:
-        if not os.environ[name].isdecimal():
+    for name in LAUNCHER_SETS:
+        if name != "MASTER_ADDR" and not os.environ[name].isdecimal():
             return f"{name}={os.environ[name]} is not a number. See {PAGE}"
     # The torchruns of one job on several machines share a name for it. --standalone makes up a
     # long one, and without --rdzv-id it is "none".

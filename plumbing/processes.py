@@ -21,12 +21,11 @@ from plumbing import agree, launch
 
 
 def require_torchrun():
-    """End this process if the launcher's variables are missing, or as soon as torchrun is gone.
-
-    It also ends if the address where the ranks meet is a name that this machine does not know.
-    """
+    """End this process if the launcher's variables are missing, or as soon as torchrun is gone."""
     agree.all_exit_if(launch.wrong_start())
-    agree.all_exit_if(unknown_address(os.environ["MASTER_ADDR"]))
+    if unknown := unknown_address(os.environ["MASTER_ADDR"]):
+        agree.all_exit_if(unknown if launch.on_one_machine() else None)
+        print(f"WARNING: {unknown}", file=sys.stderr)  # a new machine may need longer to be known
     if launch.on_one_machine():
         stay_on_this_machine()
         warn_if_perhaps_one_of_several()
@@ -44,12 +43,13 @@ def warn_if_perhaps_one_of_several():
 def unknown_address(host: str, seconds: float = 15) -> str | None:
     """Return why the ranks cannot meet at `host`, or None if it can be resolved in that time.
 
-    PyTorch would try for many minutes. A name may also need some seconds until it is known.
+    PyTorch would try until the time-out, and say nothing.
     """
     if can_be_resolved(host, seconds):
         return None
-    cure = "Add it to /etc/hosts, or give torchrun --local-addr=ADDRESS (on one machine: localhost)"
-    return f"{socket.gethostname()} does not know the name {host}, where the ranks meet. {cure}"
+    here = socket.gethostname()
+    cure = f"Add it to /etc/hosts of {here}, or give the torchrun of rank 0 --local-addr=ADDRESS"
+    return f"{here} does not know the name {host}, where the ranks meet (MASTER_ADDR). {cure}"
 
 
 def can_be_resolved(host: str, seconds: float) -> bool:
@@ -59,7 +59,7 @@ def can_be_resolved(host: str, seconds: float) -> bool:
     def resolve():
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            with suppress(OSError):
+            with suppress(OSError, UnicodeError):
                 socket.getaddrinfo(host, None)
                 return found.set()
             time.sleep(1)
@@ -94,10 +94,9 @@ def end_with_launcher(launcher: int | None):
 def find_launcher() -> int | None:
     """Return the process id of the torchrun that started this process, or None if it is gone.
 
-    It need not be the parent, because a wrapper may be between the two. torchrun starts each
-    process, or its wrapper, as the first of a new session, so torchrun is above that one. It is an
-    ancestor that has loaded torch: whatever adopts the processes of a torchrun that was killed has
-    not.
+    It need not be the parent, because a wrapper may be between the two. It is an ancestor that has
+    loaded torch: whatever adopts the processes of a torchrun that was killed has not. torchrun
+    starts each process, or its wrapper, as the first of a new session, so it is above that one.
     """
     found = ancestors()
     no_proc = not has_loaded_torch(os.getpid())  # then this system has no /proc
@@ -106,9 +105,9 @@ def find_launcher() -> int | None:
     first_of_session = os.getsid(0)
     if no_proc or first_of_session < 2 or found[-1] > 1:
         return os.getppid()
-    if first_of_session in found:
-        found = found[found.index(first_of_session) + 1 :]
-    return next(filter(has_loaded_torch, found), None)
+    place = found.index(first_of_session) + 1 if first_of_session in found else 0
+    # A program that starts the processes without torchrun's command makes no session for them.
+    return next(filter(has_loaded_torch, found[place:] + found[:place]), None)
 
 
 def has_loaded_torch(process: int) -> bool:

@@ -36,7 +36,10 @@ def all_exit_if_code_differs():
     Different versions of Python or torch are a warning.
     """
     # As a plain tuple, which a different version of this module can read too.
-    everyone = [Program(*each) for each in agree.all_gather(tuple(this_program()))]
+    everyone = agree.all_gather(tuple(this_program()))
+    if any(len(each) != len(Program._fields) for each in everyone):
+        agree.exit_alone("plumbing/ is not the same on all machines. Bring all to one version")
+    everyone = [Program(*each) for each in everyone]
     if launch.rank() == 0 and (warning := different_versions(everyone)):
         print(f"WARNING: {warning}", file=sys.stderr)
     agree.all_exit_if(different_code(everyone))

@@ -95,6 +95,8 @@ def test_the_inner_launcher_counts(environment):
     environment({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_SIZE": "2"})
     environment({"OMPI_COMM_WORLD_LOCAL_RANK": "1"})
     assert launchers.number_here() == 1
+    environment({"OMPI_COMM_WORLD_LOCAL_RANK": "", "MPI_LOCALRANKID": "2"})
+    assert launchers.number_here() == 2
 
 
 def test_each_launcher_of_the_table_is_tried():

@@ -25,7 +25,7 @@ def test_two_jobs_in_one_folder_write_one_checkpoint_only_in_turn(script):
     wait_for(first, lambda output: "Epoch 1 " in output)
     output = run(forked(script, 2, 1), status=2)
     (line,) = re.findall("^ERROR: a different job trains in .*$", output, re.M)
-    assert line.endswith("Wait until it has ended, or start in a different folder")
+    assert "Wait until it has ended, or start in a different folder. If one launcher" in line
     assert "Epoch" not in output and first.poll() is None
     first.kill()
     run(forked(script, 2, 1))

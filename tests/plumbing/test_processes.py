@@ -34,7 +34,8 @@ if __name__ == "__main__":
         ([30, 20, 1], 40, {40, 20}, 20),  # a wrapper is between the two
         ([30, 1], 40, {40, 30}, 30),
         ([30, 20, 1], 30, {40, 30, 20}, 20),  # the wrapper is a program in Python with torch
-        ([30, 1], 30, {40, 30}, None),  # and torchrun is gone
+        ([30, 20, 1], 20, {40, 30}, 30),  # started by a program without sessions, below a shell
+        ([30, 1], 30, {40, 30}, 30),  # by a notebook
         ([1], 40, {40, 1}, 1),  # torchrun is process 1 of a container
         ([20, 1], 40, {40}, None),  # it is gone, and 20 has adopted this process
         ([30, 1], 1, {40}, 30),  # it is outside of this container
@@ -56,7 +57,7 @@ def test_an_address_that_is_unknown_is_named():
     begin = time.monotonic()
     line = processes.unknown_address("nowhere.invalid", seconds=1.5)
     assert 1 < time.monotonic() - begin < 5
-    assert "does not know the name nowhere.invalid, where the ranks meet. " in line
+    assert "does not know the name nowhere.invalid, where the ranks meet (MASTER_ADDR). " in line
     assert processes.unknown_address("localhost") is None
 
 
