@@ -1,6 +1,7 @@
 """The command line: read in one place, checked, and the same on all machines."""
 
 import argparse
+import math
 import os
 import tempfile
 
@@ -16,22 +17,25 @@ HELP = {
     "timeout": "seconds to wait for another rank, then fail",
     "snapshot_path": "to save and resume",
 }
+YES, NO = ("yes", "true", "1"), ("no", "false", "0")
 
 
-def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
+def parse_args(doc: str, defaults: dict, about: dict | None = None) -> argparse.Namespace:
     """Read the command line. A mistake ends the process.
 
     Under torchrun the process continues, because a rank that ended alone would keep the ranks of
     other machines waiting. There all_exit_if_args_bad prints the mistake and ends all.
 
-    doc: what --help shows. defaults: the options and their values.
+    doc: what --help shows. defaults: the options and their values, each a whole number, a decimal
+    number, a text, or True or False. What is typed has to be of the same kind. about: what --help
+    says about an option, beside those of HELP.
     """
-    parser = make_parser(doc, defaults)
+    parser = make_parser(doc, defaults, HELP | (about or {}))
     by_torchrun = "timeout" in defaults  # only such a script has this option
     try:
         args = parser.parse_intermixed_args()
-        for name in defaults:
-            setattr(args, name, checked(name, str(getattr(args, name))))
+        for name, default in defaults.items():
+            setattr(args, name, checked(name, str(getattr(args, name)), default))
     except Refused as mistake:
         if not by_torchrun:
             parser.exit(2, f"{parser.prog}: error: {mistake}\n")
@@ -46,7 +50,7 @@ def parse_args(doc: str, defaults: dict) -> argparse.Namespace:
     return args
 
 
-def make_parser(doc: str, defaults: dict) -> argparse.ArgumentParser:
+def make_parser(doc: str, defaults: dict, about: dict) -> argparse.ArgumentParser:
     """Return a parser with an option for each default, with hyphens or underscores in its name."""
     layout = {"usage": argparse.SUPPRESS, "formatter_class": argparse.RawDescriptionHelpFormatter}
     sizes = "(Defaults in parentheses.) Global batch size = batch_size * number of processes"
@@ -56,10 +60,16 @@ def make_parser(doc: str, defaults: dict) -> argparse.ArgumentParser:
         parser.add_argument(name, nargs="?", default=argparse.SUPPRESS, help="as the option")
     for name, default in defaults.items():
         names = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*names, default=default, help=f"{HELP[name]} ({default})")
+        parser.add_argument(*names, default=default, help=explained(about.get(name), default))
     modes = {"choices": ("disabled", "offline", "online"), "default": "disabled"}
     parser.add_argument("--wandb", help="offline needs no account (disabled)", **modes)
     return parser
+
+
+def explained(about: str | None, default) -> str:
+    """Return the help text of an option. argparse takes a % for the beginning of a name."""
+    shown = "yes" if default is True else "no" if default is False else default
+    return " ".join(filter(None, (about, f"({shown})"))).replace("%", "%%")
 
 
 def refuse_usage(message: str):
@@ -69,8 +79,14 @@ def refuse_usage(message: str):
     raise Refused(message)
 
 
-def checked(name: str, text: str) -> int | str:
-    """Return the value of an argument, or raise Refused, which says what is wrong with it."""
+def checked(name: str, text: str, default) -> bool | int | float | str:
+    """Return the value of an argument, of the kind of its default, or raise Refused."""
+    if isinstance(default, bool):
+        if text.lower() not in YES + NO:
+            raise Refused(f"{name}: give yes or no, not {text!r}")
+        return text.lower() in YES
+    if isinstance(default, float):
+        return checked_decimal(name, text)
     if name == "snapshot_path":
         if not text:
             raise Refused(f"{name}: give the path of a file, not ''")
@@ -78,13 +94,26 @@ def checked(name: str, text: str) -> int | str:
         if problem := cannot_write(folder, "choose a different one"):
             raise Refused(f"{name}: {problem}")
         return text
-    least = 0 if name == "seed" else 1
-    if not (text.isdecimal() and len(text) < 11 and least <= int(text) < 2**31):
+    if isinstance(default, str):
+        return text
+    least = 0 if name == "seed" else 1 if name in HELP else -(2**31)
+    number = text.removeprefix("-")
+    if not (number.isdecimal() and len(number) < 11 and least <= int(text) < 2**31):
         raise Refused(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
     if name == "nproc" and 0 < devices.count_gpus() < int(text):
         gpus = f"{devices.count_gpus()}, the number of GPUs here"
         raise Refused(f"{name}: give at most {gpus}, not {text}")
     return int(text)
+
+
+def checked_decimal(name: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise Refused(f"{name}: give a number, such as 0.001 or 1e-3, not {text!r}")
+    return number
 
 
 def cannot_write(folder: str, cure: str, make: bool = False) -> str | None:
