@@ -342,6 +342,13 @@ def a_restart_is_another_wandb_run(run):
 # Several machines.
 
 
+@seen_by(moved, in_ranks, with_two_snapshots_of_one_epoch)
+def ranks_train_apart(run):
+    """They did, and plumbing ended the job after its first epoch."""
+    told = re.search("the ranks have different weights, nothing is saved: .*", run.output)
+    return told and told[0]
+
+
 @seen_by(moved)
 def ranks_are_at_other_epochs(run):
     begin = dict(reversed(re.findall(r"^\[rank (\d)\] Epoch (\d+) ", run.output, re.MULTILINE)))
@@ -376,6 +383,7 @@ def snapshots_of_two_jobs_are_mixed(run):
 
 
 MAY_CRASH = {
+    ranks_train_apart,
     ends_in_an_error,
     the_command_ends_in_an_error,
     error_not_told_in_one_line,

@@ -31,6 +31,7 @@ from plumbing.files import all_exit_if_disks_differ as all_exit_if_disks_differ
 from plumbing.files import all_read_snapshot as all_read_snapshot
 from plumbing.files import print_resume as print_resume
 from plumbing.files import save_atomically as save_atomically
+from plumbing.output import log_to_wandb as log_to_wandb
 from plumbing.output import print_rank as print_rank
 from plumbing.output import progress_bar as progress_bar
 from plumbing.output import report as report

@@ -24,7 +24,7 @@ from exercises.ranks import free_port as free_port
 
 multiprocessing.set_forkserver_preload(["torch._dynamo", "preloaded"])
 
-SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
+SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM, CLASSIFIER = (
     str(ROOT / f"{name}.py")
     for name in (
         "single_gpu",
@@ -33,6 +33,7 @@ SINGLE, MULTI, TORCHRUN_SCRIPT, MULTINODE, CHECK, LLM = (
         "multinode",
         "check_cluster",
         "train_llm",
+        "classifier",
     )
 )
 
@@ -251,6 +252,12 @@ def snapshot(path):
 def assert_same(path, other, tolerance=0):
     """Two snapshots are the same: bit for bit, or up to a `tolerance` for each number."""
     assert_equal(snapshot(path), snapshot(other), tolerance)
+
+
+def assert_same_weights(path, other, tolerance):
+    """The models of two snapshots are the same, up to a `tolerance` for each number."""
+    one, other = (snapshot(each)["model"] for each in (path, other))
+    torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
 
 
 def assert_equal(one, other, tolerance=0):

@@ -24,7 +24,8 @@ def test_nothing_is_written_outside_of_the_folder(tmp_path):
         launch.python(MULTI, 1, 1),
         launch.torchrun(MULTINODE, 1, 1),
     ]
-    here = {"work/checkpoint.pt", "work/snapshot.pt", "work/.snapshot.pt.lock"}
+    here = {"work/checkpoint.pt", "work/snapshot.pt"}
+    here |= {"work/.checkpoint.pt.lock", "work/.snapshot.pt.lock"}
     assert written_outside(commands, tmp_path) == here
 
 
