@@ -43,7 +43,7 @@ def ddp_setup(timeout: int) -> torch.device:
 def rate_of(epoch: int, total_epochs: int) -> float:
     """Return the learning rate of an epoch, as a part of --lr: a warm-up, then half a cosine.
 
-    It depends on the epoch alone, so a resume needs no state of it, and may have more epochs.
+    It has no state that a resume could bring back. With more epochs it follows the longer curve.
     """
     if epoch < WARM_UP:
         return (epoch + 1) / (WARM_UP + 1)
@@ -56,7 +56,7 @@ class Trainer:
         if device.type == "cuda":  # one mean and variance over all ranks; a CPU has no such layer
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         self.model = model.to(device)
-        # The average of the weights over many steps is better than the weights of any one step.
+        # An average over about ten steps, which is often better than the weights of any one step.
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.train_data = train_data
         self.valid_data = valid_data
@@ -134,12 +134,12 @@ class Trainer:
         return accuracy
 
     def _keep_best(self, epoch, accuracy):
-        if accuracy <= self.best_accuracy:
+        if not accuracy > self.best_accuracy:  # NaN is not larger either
             return
         self.best_accuracy, self.best_epoch = accuracy, epoch
         if self.rank == 0:
             # Named after the snapshot, whose lock keeps other jobs away from both files.
-            path = f"{os.path.splitext(self.args.snapshot_path)[0]}-best.pt"
+            path = f"{self.args.snapshot_path.removesuffix('.pt')}-best.pt"
             plumbing.save_atomically(self.average.module.state_dict(), path)
 
     def _save_snapshot(self):
@@ -189,7 +189,7 @@ class Trainer:
         if self.rank == 0:
             print(f"Global batch size: {size}")
             if self._is_done():
-                print(f"Nothing left to train. To begin anew, delete {self.args.snapshot_path}")
+                print("Nothing left to train: ask for more --total_epochs or a larger --patience")
         while not self._is_done():
             epoch = self.epochs_run
             self._run_epoch(epoch)
@@ -283,6 +283,8 @@ def main(args):
     device = ddp_setup(args.timeout)
     plumbing.print_rank(device)  # the rank, host, process id and device of this process
     plumbing.all_exit_if_args_bad(args)  # all ranks exit together, so that none waits
+    too_small = min(args.accumulate, args.patience) < 1
+    plumbing.all_exit_if("accumulate, patience: give at least 1" if too_small else None)
     train_set, valid_set, model, optimizer = load_train_objs(args)
     plumbing.all_exit_if_unusable(train_set, model)
     train_data, valid_data = prepare_dataloaders(train_set, valid_set, args, device)
