@@ -97,7 +97,7 @@ def checked(name: str, text: str, default) -> bool | int | float | str:
     if isinstance(default, str):
         return text
     least = 0 if name == "seed" else 1 if name in HELP else -(2**31)
-    number = text.removeprefix("-")
+    number = text.removeprefix("-") if least < 0 else text
     if not (number.isdecimal() and len(number) < 11 and least <= int(text) < 2**31):
         raise Refused(f"{name}: give a whole number from {least} to {2**31 - 1}, not {text!r}")
     if name == "nproc" and 0 < devices.count_gpus() < int(text):
