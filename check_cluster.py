@@ -83,22 +83,8 @@ def first_line(error: Exception) -> str:
 
 def resolve(host: str) -> list[str]:
     """The addresses of a host name as this machine knows it, none if it does not know it."""
-    found = answer(partial(socket.getaddrinfo, host, None, proto=socket.IPPROTO_TCP), [])
-    return [address[0] for *_, address in found]
-
-
-def answer(call, default, seconds: float = 12):
-    """Return `call()`, or `default` if it fails or takes longer: a name server may not answer."""
-    found = []
-
-    def ask():
-        with suppress(OSError, UnicodeError):
-            found.append(call())
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else default
+    ask = partial(socket.getaddrinfo, host, None, proto=socket.IPPROTO_TCP)
+    return [address[0] for *_, address in processes.answer_within(12, ask) or []]
 
 
 def is_loopback(address: str) -> bool:
@@ -276,7 +262,9 @@ def start_torchrun(options: list[str], own_options: list[str], wait: int):
             limits = f"timeout={together},join_timeout={together}"  # of static rendezvous, of c10d
             args.rdzv_conf = f"{limits},{args.rdzv_conf}".rstrip(",")
     if (args.standalone or args.rdzv_backend == "c10d") and not args.local_addr:
-        published = answer(socket.getfqdn, HOST, 5)  # as the address where the processes meet
+        published = (
+            processes.answer_within(5, socket.getfqdn) or HOST
+        )  # as the address where the processes meet
         if not processes.can_be_resolved(published, wait):
             cure = "localhost" if alone else "ADDRESS, with the address that the others reach"
             give_up(

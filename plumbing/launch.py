@@ -21,7 +21,6 @@ class Launcher(NamedTuple):
 
 MPI = " has them as {rank} and so on, but no address"
 NODES = "that counts machines: start torchrun on each, with --node-rank=${rank}"
-POD = "that is for torchrun: start torchrun, not python"
 # The first one that counts more than one process is taken for the one that started this process: an
 # mpirun may run in a batch file of Slurm. The source of the names is above each.
 LAUNCHERS = [
@@ -64,7 +63,7 @@ LAUNCHERS = [
     # docs.aws.amazon.com/batch: Multi-node parallel jobs, environment variables
     Launcher("AWS_BATCH_JOB_NUM_NODES", "AWS_BATCH_JOB_NODE_INDEX", (), NODES),
     # www.kubeflow.org/docs/components/trainer
-    Launcher("PET_NNODES", "PET_NODE_RANK", (), POD),
+    Launcher("PET_NNODES", "PET_NODE_RANK", (), "that is for torchrun: start torchrun, not python"),
     # PyTorch itself, and launchers that set only some of its variables
     Launcher(
         "WORLD_SIZE",

@@ -54,19 +54,29 @@ def unknown_address(host: str, seconds: float = 15) -> str | None:
 
 def can_be_resolved(host: str, seconds: float) -> bool:
     """Return whether `host` has an address, with a new attempt each second."""
-    found = threading.Event()
+    end = time.monotonic() + seconds
 
     def resolve():
-        end = time.monotonic() + seconds
         while time.monotonic() < end:
             with suppress(OSError, UnicodeError):
-                socket.getaddrinfo(host, None)
-                return found.set()
+                return bool(socket.getaddrinfo(host, None))
             time.sleep(1)
 
-    # In a thread, because a name server that does not answer takes as long as it likes.
-    threading.Thread(target=resolve, daemon=True).start()
-    return found.wait(seconds)
+    return bool(answer_within(seconds, resolve))
+
+
+def answer_within(seconds: float, ask):
+    """Return `ask()`, or None if it fails or takes longer, as with a name server that is dead."""
+    found = []
+
+    def keep():
+        with suppress(OSError, UnicodeError):
+            found.append(ask())
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
 
 
 def leave_last():
@@ -167,7 +177,7 @@ def local_job(processes: int):
 def take_signals_as_process_1():
     """Let SIGTERM end this process if it is number 1, as in a container that has no init.
 
-    The system delivers no signal to process 1 that the process has no handler for, so `docker stop`
+    The kernel ignores SIGTERM for process 1 unless that process has a handler, so `docker stop`
     would wait for ten seconds and then kill it.
     """
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

@@ -82,7 +82,7 @@ def test_the_own_name_does_not_resolve(network):
 
 @needs_namespaces
 def test_one_machine_that_does_not_know_its_own_name(network):
-    """It is told within seconds, and both cures of docs/clusters.md work."""
+    """The check ends within seconds, and both cures of docs/clusters.md work."""
     alpha = network.hosts[0]
     alpha.know("127.0.0.1 localhost")
     alone = launch.python(launch.CHECK, "--max_mib=1")
