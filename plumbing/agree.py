@@ -72,8 +72,8 @@ def print_on_each_machine(problem: str):
 def exit_before_group(problem: str):
     """End this process with exit status 2. The first process of a machine prints why."""
     if launch.one_of_several() and launch.number_here() > 0:
-        # torchrun ends this one when the first has ended. Other launchers may not do that.
-        time.sleep(60 if dist.is_torchelastic_launched() else 5)
+        # Most launchers end this one when the first has ended. The first may be slow to start.
+        time.sleep(30)
     else:
         print(f"ERROR: {problem}", file=sys.stderr)
     sys.exit(2)
