@@ -64,14 +64,14 @@ class Trainer:
         self.device = device
         self.args = args
         self.epochs_run = 0
-        self.best_accuracy, self.best_epoch = 0.0, -1
+        self.best_loss, self.best_epoch = math.inf, -1
         self.job_id = plumbing.all_new_job_id()  # rank 0 makes it up, all ranks have it
         self._load_snapshot()  # before DDP, which puts `module.` before the name of each weight
         # Copies rank 0's weights to every rank. backward() will now average the gradients.
         self.model = DDP(self.model)
 
     def _run_step(self, batches):
-        """Make one optimizer step from several batches, and return the sum of their losses."""
+        """Make one optimizer step. Return the sum of the losses, and the number of samples."""
         self.optimizer.zero_grad()
         total = torch.zeros((), device=self.device)
         samples = sum(len(labels) for _, labels in batches)  # equally many on all ranks
@@ -89,7 +89,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)  # the averaged gradients
         self.optimizer.step()
         self.average.update_parameters(self.model.module)
-        return total
+        return total, samples
 
     def _run_epoch(self, epoch):
         self.model.train()  # some models arrive in eval mode, such as those of from_pretrained()
@@ -104,8 +104,9 @@ class Trainer:
         for number, batch in enumerate(plumbing.progress_bar(self.train_data), 1):
             batches.append(batch)
             if len(batches) == self.args.accumulate or number == len(self.train_data):
-                totals[0] += self._run_step(batches)
-                totals[1] += sum(len(labels) for _, labels in batches)
+                loss_of_step, samples = self._run_step(batches)
+                totals[0] += loss_of_step
+                totals[1] += samples
                 batches = []
         dist.all_reduce(totals)  # each rank now has the sums over all ranks: the job's loss
         loss = float(totals[0] / totals[1])  # waits for the GPU, once per epoch
@@ -131,12 +132,12 @@ class Trainer:
         plumbing.log_to_wandb({"epoch": epoch, "validation loss": loss, "accuracy": accuracy})
         if self.rank == 0:
             print(f"Epoch {epoch} | Validation loss: {loss:.6f} | Accuracy: {accuracy:.4f}")
-        return accuracy
+        return loss
 
-    def _keep_best(self, epoch, accuracy):
-        if not accuracy > self.best_accuracy:  # NaN is not larger either
+    def _keep_best(self, epoch, loss):
+        if not loss < self.best_loss:  # NaN is not smaller either
             return
-        self.best_accuracy, self.best_epoch = accuracy, epoch
+        self.best_loss, self.best_epoch = loss, epoch
         if self.rank == 0:
             # Named after the snapshot, whose lock keeps other jobs away from both files.
             path = f"{self.args.snapshot_path.removesuffix('.pt')}-best.pt"
@@ -150,7 +151,7 @@ class Trainer:
             "model": weights,
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "best_accuracy": self.best_accuracy,
+            "best_loss": self.best_loss,
             "best_epoch": self.best_epoch,
             "epochs_run": self.epochs_run,
             "seed": self.train_data.sampler.seed,
@@ -173,7 +174,7 @@ class Trainer:
         self.model.load_state_dict(snapshot["model"])  # copies to the device of the model
         self.average.load_state_dict(snapshot["average"])
         self.optimizer.load_state_dict(snapshot["optimizer"])
-        self.best_accuracy = snapshot["best_accuracy"]
+        self.best_loss = snapshot["best_loss"]
         self.best_epoch = snapshot["best_epoch"]
         self.epochs_run = snapshot["epochs_run"]
         self.train_data.sampler.seed = snapshot["seed"]
@@ -198,7 +199,7 @@ class Trainer:
             if self.epochs_run % self.args.save_every == 0 or self._is_done():
                 self._save_snapshot()
         if self.rank == 0:
-            print(f"Best accuracy: {self.best_accuracy:.4f} in epoch {self.best_epoch}")
+            print(f"Best validation loss: {self.best_loss:.6f} in epoch {self.best_epoch}")
 
 
 def make_images(count: int):
@@ -214,6 +215,21 @@ def make_images(count: int):
     phases = 2 * math.pi * torch.rand(count, 1, 1, generator=generator)
     stripes = torch.sin(1.2 * (across * place + down * place[:, None]) + phases)
     return (stripes + 2.0 * torch.randn(stripes.shape, generator=generator))[:, None], labels
+
+
+def build_model():
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, CLASSES),
+    )
 
 
 def load_images(path: str):
@@ -232,21 +248,9 @@ def load_train_objs(args):
     torch.manual_seed(args.seed)  # the same initial weights in every run
     images, labels = load_images(args.data) if args.data else make_images(2501)
     dataset = TensorDataset(images, labels)  # load your dataset
-    parts = [0.8, 0.2]
     split = torch.Generator().manual_seed(0)  # the same split on all ranks and in every run
-    train_set, valid_set = random_split(dataset, parts, split)
-    model = nn.Sequential(  # load your model
-        nn.Conv2d(1, 16, 3, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1, bias=False),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, CLASSES),
-    )
+    train_set, valid_set = random_split(dataset, [0.8, 0.2], split)
+    model = build_model()  # load your model
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     return train_set, valid_set, model, optimizer
 
@@ -256,6 +260,7 @@ def prepare_dataloaders(train_set, valid_set, args, device):
         "batch_size": args.batch_size,
         "pin_memory": device.type == "cuda",  # lets a copy to the GPU run beside the computation
         "num_workers": args.workers,  # processes that load samples, for each rank
+        "persistent_workers": args.workers > 0,  # kept for the next epoch
         "timeout": 60 if args.workers else 0,  # seconds without a batch, then an error
     }
     sampler = DistributedSampler(train_set, seed=args.seed)  # shuffles, and takes this rank's share
@@ -271,7 +276,7 @@ def parse_args():
     about = {
         "lr": "largest learning rate",
         "accumulate": "batches in an optimizer step",
-        "patience": "epochs without a better accuracy, then stop",
+        "patience": "epochs without a lower validation loss, then stop",
         "workers": "processes that load samples, for each rank",
         "data": "file with images and labels, made here if not given",
     }

@@ -12,8 +12,8 @@ from test_classifier import SMALL, trained
 import classifier
 
 DIES = "if self.rank == 0 and epoch == 2:\n            os._exit(9)\n        "
-VALIDATES, KEEPS = "model = self.average.module  # not", "if not accuracy > self.best_accuracy"
-COUNTS = "totals[1] += sum(len(labels) for _, labels in batches)"
+VALIDATES, KEEPS = "model = self.average.module  # not", "if not loss < self.best_loss"
+COUNTS = "totals[1] += samples"
 SAVES = "weights = self.model.module.state_dict()"
 PHASES = {  # rank 0 dies there, in epoch 2 or, of the snapshot, with the one after epoch 3
     "in an epoch": (
@@ -48,7 +48,7 @@ def test_more_epochs_follow_the_longer_schedule():
 
 def test_it_stops_when_nothing_gets_better():
     output = trained(30, 30, "--lr", 0.0, "--patience", 2, nproc=1)
-    best = int(re.search(r"Best accuracy: .* in epoch (\d+)", output)[1])
+    best = int(re.search(r"Best validation loss: .* in epoch (\d+)", output)[1])
     last = torch.load("snapshot.pt", weights_only=True)["epochs_run"] - 1
     assert last == best + 2 < 29
     assert "Nothing left to train" in trained(30, 30, "--patience", 2, nproc=1)

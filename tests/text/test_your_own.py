@@ -1,49 +1,41 @@
-"""Each recipe of docs/your-own.md is applied to the script that it changes, run, and measured.
+"""Each difference on docs/your-own.md is applied to classifier.py, run, and measured.
 
-The oracle is one process, plain PyTorch, or a run that was not resumed. What the page says goes
-wrong without a recipe is provoked as well.
+The oracle is the script without it, one process, plain PyTorch, or a run that was not resumed. What
+the page says goes wrong otherwise is provoked as well.
 """
 
 import random
 import re
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import (
-    MULTINODE,
-    ROOT,
-    TORCHRUN_SCRIPT,
-    assert_same,
-    edited,
-    finish,
-    quickly,
-    start,
-    torchrun,
-)
+from launch import CLASSIFIER, ROOT, edited, quickly
+from lesson import show
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    TensorDataset,
     WeightedRandomSampler,
     default_collate,
     random_split,
 )
 from torch.utils.data.distributed import DistributedSampler
 
-import multigpu_torchrun
-from datautils import MyTrainDataset, build_model
+from classifier import build_model, make_images
 
 PAGE = (ROOT / "docs" / "your-own.md").read_text()
+WRITTEN = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->\n", "", PAGE, flags=re.DOTALL)
 
 
 RECIPES = {
     heading: re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    for heading, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    for heading, text in re.findall(
+        r"^## (.*?)\n(.*?)(?=^## |\Z)", WRITTEN, re.DOTALL | re.MULTILINE
+    )
 }
 
 
@@ -55,10 +47,10 @@ DIFFS = [
 ]
 
 
-ON_TOP_OF = {"The best model": "A validation loss"}
-
-
-DATA, MODEL = "MyTrainDataset(2048)", "build_model()"
+DATA, MODEL = "make_images(2501)", "build_model()  # load your model"
+PAIRS = "TensorDataset(images, labels)"
+SPLIT = "[0.8, 0.2]"
+SMALL = ("--batch_size", 20, "--workers", 0)  # of 240 images, in 3 steps of two processes
 
 
 def applied(diff, source):
@@ -77,29 +69,28 @@ def applied(diff, source):
 
 
 def made(source, *changes, name="script.py"):
-    """A file with that source, and what else a test changes in it; the toy has fewer samples."""
+    """A file with that source, and what else a test changes in it; there are fewer images."""
     Path(name).write_text(source)
     script = edited(name, name, *changes)
-    Path(name).write_text(Path(name).read_text().replace(DATA, "MyTrainDataset(512)"))
+    Path(name).write_text(Path(name).read_text().replace(DATA, "make_images(300)"))
     return script
 
 
-def recipe(heading, *changes, number=0, name="script.py", base=TORCHRUN_SCRIPT):
+def recipe(heading, *changes, number=0, name="script.py"):
     """The script with a recipe applied, and these changes."""
-    source = Path(base).read_text()
-    if heading in ON_TOP_OF:
-        source = applied(RECIPES[ON_TOP_OF[heading]][0][1], source)
-    return made(applied(RECIPES[heading][number][1], source), *changes, name=name)
+    source = applied(RECIPES[heading][number][1], Path(CLASSIFIER).read_text())
+    return made(source, *changes, name=name)
 
 
 def unchanged(*changes, name="script.py"):
     """The script without a recipe, and these changes."""
-    return made(Path(TORCHRUN_SCRIPT).read_text(), *changes, name=name)
+    return made(Path(CLASSIFIER).read_text(), *changes, name=name)
 
 
 def ranks(script, *args, nproc=2, status=0, **options):
     """Run the script on `nproc` ranks, expect that exit status and return what they printed."""
-    statuses, output = quickly(script, *args, nproc=nproc, **({"seconds": 120} | options))
+    epochs, options = [*args[:2], *SMALL, *args[2:]], {"seconds": 120} | options
+    statuses, output = quickly(script, *epochs, nproc=nproc, **options)
     assert statuses == {status} or (status and 0 not in statuses), f"{statuses}\n{output}"
     return output
 
@@ -112,13 +103,19 @@ def weights(path):
 # The page
 
 
-@pytest.mark.parametrize("script", [TORCHRUN_SCRIPT, MULTINODE], ids=["torchrun", "multinode"])
 @pytest.mark.parametrize("heading, number", DIFFS)
-def test_each_difference_applies(heading, number, script):
-    recipe(heading, number=number, base=script)
+def test_each_difference_applies(heading, number):
+    recipe(heading, number=number)
     source = Path("script.py").read_text()
     compile(source, "script.py", "exec")
     assert max(map(len, source.splitlines())) <= 100
+
+
+def test_the_lines_for_machines_with_disks_of_their_own_apply(capsys):
+    show("multigpu_torchrun.py", "multinode.py", "Trainer._load_snapshot")
+    diff = capsys.readouterr().out.removeprefix("```diff\n").removesuffix("```\n")
+    added_and_removed = "".join(line for line in diff.splitlines(True) if line[0] in "+-")
+    compile(applied(added_and_removed, Path(CLASSIFIER).read_text()), "script.py", "exec")
 
 
 def test_a_difference_that_does_not_fit_is_noticed():
@@ -129,34 +126,16 @@ def test_a_difference_that_does_not_fit_is_noticed():
             applied(diff, source)
 
 
-def test_the_page_lists_its_recipes():
-    listed = re.findall(r"^- \[(.*)\]\(#", PAGE, re.MULTILINE)
-    assert listed == list(RECIPES)
-    for heading, blocks in RECIPES.items():
-        assert blocks, heading
-        assert (
-            "**What goes wrong without it.**" in PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
-        )
+def test_the_page_lists_its_sections():
+    contents = WRITTEN.split("\n## ")[0]
+    listed = re.findall(r"\[([^]]*)\]\((#[^)]*)\)", contents)
+    assert [name for name, _ in listed] == list(RECIPES)
+    for name, anchor in listed:
+        plain = re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-")
+        assert anchor == f"#{plain}", name
 
 
 # Your dataset
-
-
-def test_a_dataset_of_files(tmp_path):
-    """It trains as the toy does, under torchrun, in a folder that has what the page says."""
-    shutil.copy(ROOT / "datautils.py", tmp_path)
-    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
-    Path("points").mkdir()
-    features, labels = MyTrainDataset(256)[:]
-    for number, (point, label) in enumerate(zip(features, labels, strict=True)):
-        torch.save((point.clone(), int(label)), f"points/{number:03}.pt")
-    script = recipe("Your dataset")
-    process = start(torchrun(script, 1, 1))
-    other = unchanged((DATA, "MyTrainDataset(256)"), name="toy.py")
-    ranks(other, 1, 1, "--snapshot_path", "toy.pt")
-    status, output = finish(process, 120)
-    assert status == 0, output
-    assert_same("snapshot.pt", "toy.pt")
 
 
 def test_ranks_that_list_files_differently_train_on_other_samples():
@@ -186,20 +165,24 @@ class Samples(Dataset):
         return self.sample
 
 
-@pytest.mark.parametrize(
-    "sample, error, message",
-    [
-        ((1, 2, 3), ValueError, r"too many values to unpack \(expected 2"),
-        ({"a": 1, "b": 2}, AttributeError, "'str' object has no attribute 'to'"),
-    ],
-)
-def test_the_trainer_as_it_is_wants_pairs(alone, sample, error, message):
-    data = Samples(8, sample)
-    sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    loader, model = DataLoader(data, sampler=sampler), torch.nn.Identity()
-    trainer = SimpleNamespace(train_data=loader, rank=0, device=torch.device("cpu"), model=model)
-    with pytest.raises(error, match=message):
-        multigpu_torchrun.Trainer._run_epoch(trainer, 0)
+def test_lists_and_float64_arrays_as_the_page_says():
+    first, second = default_collate([[1.0, 2.0], [3.0, 4.0]])
+    assert (first.tolist(), second.tolist()) == ([1, 3], [2, 4])
+    with pytest.raises(AttributeError) as raised:
+        default_collate([[[1.0, 2.0], 0]])[0].to("cpu")
+    assert f"`{raised.value}`" in PAGE
+    with pytest.raises(RuntimeError) as raised:
+        torch.nn.Linear(2, 2)(default_collate([np.ones(2), np.ones(2)]))
+    assert f"`{raised.value}`" in PAGE
+
+
+@pytest.mark.parametrize("sample", [(1, 2, 3), {"a": 1, "b": 2}])
+def test_the_script_unchanged_wants_pairs(sample):
+    batches = [default_collate([sample])]
+    with pytest.raises((ValueError, AttributeError)) as raised:
+        for images, _ in batches:
+            images.to("cpu")
+    assert str(raised.value).split(" (expected")[0] in PAGE
 
 
 # Batches of a sampler
@@ -226,30 +209,75 @@ def test_weights_and_one_seed_make_all_ranks_draw_the_same():
     assert not hasattr(WeightedRandomSampler, "set_epoch")
 
 
-# A validation loss
-
-
 class Normed(torch.nn.Sequential):
     def __init__(self):
         layers = torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), torch.nn.ReLU()
         super().__init__(*layers, torch.nn.Linear(64, 4))
 
 
-def held_out():
-    """The samples that the recipe validates on."""
+def held_out(count=300, parts=(0.8, 0.2)):
+    """The images and labels that the script validates on."""
     generator = torch.Generator().manual_seed(0)
-    return random_split(MyTrainDataset(2349), (2048, 301), generator)[1]
+    dataset = TensorDataset(*make_images(count))
+    return random_split(dataset, parts, generator)[1][:]
+
+
+# A validation loss
 
 
 def test_padded_samples_change_a_loss():
-    """Which is what the recipe is for: the mean over shares as DistributedSampler makes them."""
+    """Which is why the script takes a Subset."""
     torch.manual_seed(0)
-    model, valid_set, means = build_model(), held_out(), []
+    (images, labels), model, means = held_out(305), build_model().eval(), []
     for world_size in (1, 2, 3):
-        shares = [DistributedSampler(valid_set, world_size, rank) for rank in range(world_size)]
-        features, targets = valid_set[[index for share in shares for index in share]]
-        means.append(round(F.cross_entropy(model(features), targets).item(), 6))
+        shares = [DistributedSampler(labels, world_size, rank) for rank in range(world_size)]
+        indices = [index for share in shares for index in share]
+        with torch.no_grad():
+            loss = F.cross_entropy(model(images[indices]), labels[indices])
+        means.append(round(loss.item(), 6))
     assert len(set(means)) == 3
+
+
+# A learning-rate schedule
+
+
+def test_schedulers_of_torch_and_more_epochs():
+    def after(make, old, new):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler, longer = make(optimizer, old), None
+        rates = []
+        for epoch in range(new):
+            if epoch == old:
+                longer = make(optimizer, new)
+                longer.load_state_dict(scheduler.state_dict())
+                scheduler = longer
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr()[0])
+        return rates
+
+    def cosine(optimizer, epochs):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+
+    def one_cycle(optimizer, epochs):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=epochs)
+
+    rates = after(cosine, 50, 60)
+    assert rates[49] < 1e-6 and rates[50:] == sorted(rates[50:]) and rates[59] > 0.05
+    with pytest.raises(ValueError, match=r"Tried to step .* times. The specified number of total"):
+        after(one_cycle, 4, 6)
+
+
+# Regression
+
+
+def test_targets_of_another_shape_are_subtracted_from_every_output():
+    output, targets = torch.zeros(3, 1), torch.arange(3.0)
+    with pytest.warns(UserWarning, match=r"Using a target size \(.*\) that is different to the"):
+        assert F.mse_loss(output, targets, reduction="none").shape == (3, 3)
+
+
+# Workers
 
 
 def test_more_workers_than_cores_are_told():
@@ -261,11 +289,10 @@ def test_more_workers_than_cores_are_told():
 
 
 class Draws(torch.utils.data.Dataset):
-    """Adds a random number of each of these kinds to the features."""
+    """Adds a random number of each of these kinds to the images."""
 
-    def __init__(self, kinds):
-        self.features, self.labels = MyTrainDataset(256)[:]
-        self.kinds = kinds
+    def __init__(self, kinds, images, labels):
+        self.kinds, self.images, self.labels = kinds, images, labels
 
     def __len__(self):
         return len(self.labels)
@@ -274,7 +301,7 @@ class Draws(torch.utils.data.Dataset):
         own = np.random.default_rng(int(torch.randint(2**62, ())))
         draws = {"torch": lambda: float(torch.rand(())), "numpy": np.random.rand}
         draws |= {"random": random.random, "own": own.random}
-        return self.features[index] + sum(draws[kind]() for kind in self.kinds), self.labels[index]
+        return self.images[index] + sum(draws[kind]() for kind in self.kinds), self.labels[index]
 
 
 class Keeps(Draws):
@@ -290,7 +317,7 @@ def test_workers_draw_by_their_number_and_a_generator_that_is_kept_does_not_help
         options = {"batch_size": 64, "num_workers": workers, "multiprocessing_context": "fork"}
         return [batch[0] for batch in DataLoader(data, **options)]
 
-    draws, keeps = Draws(["torch"]), Keeps([])
+    draws, keeps = Draws(["torch"], *make_images(256)), Keeps([], *make_images(256))
     assert not torch.equal(drawn(draws, 2)[1], drawn(draws, 1)[1])
     keeps.own = np.random.default_rng(0)
     batches = drawn(keeps, 2)
@@ -312,7 +339,7 @@ def test_small_gradients_vanish_in_float16_only():
 
 def test_bfloat16_needs_its_own_inputs_and_rounds_small_steps_away():
     with pytest.raises(RuntimeError, match="mat1 and mat2 must have the same dtype"):
-        build_model().bfloat16()(torch.zeros(1, 20))
+        torch.nn.Linear(20, 4).bfloat16()(torch.zeros(1, 20))
     weights = torch.linspace(1, 2, 100, dtype=torch.bfloat16)
     assert torch.equal(weights + weights / 513, weights)
     total = torch.zeros((), dtype=torch.bfloat16)
