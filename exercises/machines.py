@@ -41,7 +41,7 @@ EXERCISES = [
         first_complaint(*MOVED),
         "Ask all ranks how far they are (all_gather_object), then let one that has the newest "
         "snapshot send it to all (plumbing.all_broadcast_snapshot)",
-        "README.md#rank-0-may-be-anywhere",
+        "README.md#rank-0-may-be-on-any-node",
         start=TORCHRUN,
         arguments=OWN,
     ),
@@ -60,7 +60,7 @@ EXERCISES = [
         first_complaint(*MOVED),
         "Which rank has the newest snapshot? Each has to know before the broadcast: it names its "
         "source",
-        "README.md#rank-0-may-be-anywhere",
+        "README.md#rank-0-may-be-on-any-node",
         start=TORCHRUN,
         arguments=OWN,
     ),
@@ -99,7 +99,7 @@ EXERCISES = [
             (checks.dropout_equal_on_ranks, on_two_machines),
         ),
         "There is a local rank 0 on every machine, and one rank 0 in the job",
-        "README.md#the-launcher-says-who-you-are",
+        "README.md#torchrun-starts-the-processes",
         start=TORCHRUN,
         arguments=OWN,
     ),

@@ -67,7 +67,7 @@ EXERCISES = [
         first_complaint(checks.a_process_takes_a_GPU_that_is_not_its_own),
         "RANK counts through the whole job, LOCAL_RANK on each machine anew. A GPU's number is one "
         "of its machine",
-        "README.md#the-launcher-says-who-you-are",
+        "README.md#torchrun-starts-the-processes",
         start=TORCHRUN,
         arguments=OWN,
     ),

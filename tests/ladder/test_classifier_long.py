@@ -8,6 +8,7 @@ import pytest
 import torch
 from launch import CLASSIFIER, quickly
 from test_classifier import SMALL, trained
+from wandb_files import QUIET, read_runs
 
 import classifier
 
@@ -78,3 +79,17 @@ def test_a_second_job_in_the_folder_is_refused():
     assert "ERROR: a different job uses" in output and "Epoch 0" not in output
     assert first.poll() is None
     first.kill()
+
+
+def test_wandb_has_the_loss_and_the_validation_of_each_epoch(tmp_path):
+    command = launch.torchrun(CLASSIFIER, 2, 1, *SMALL, "--wandb", "offline")
+    output = launch.run(command, 120, **QUIET)
+    (run,) = read_runs(tmp_path)
+    logged = [
+        f"Epoch {row['epoch']} | Validation loss: {row['validation loss']:.6f} | "
+        f"Accuracy: {row['accuracy']:.4f}"
+        for row in run.history
+        if "accuracy" in row
+    ]
+    assert logged == re.findall(r"^Epoch \d+ \| Validation .*$", output, re.MULTILINE)
+    assert len(logged) == 2 and sum("loss" in row for row in run.history) == 2

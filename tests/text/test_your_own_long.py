@@ -612,6 +612,16 @@ def test_the_best_model_is_that_of_the_best_epoch():
     assert found[1] == pytest.approx(loss_of("snapshot-best.pt"), abs=2e-6)
 
 
+def test_the_highest_accuracy_as_the_criterion():
+    output = ranks(recipe("The best model and early stopping"), 3, 3)
+    accuracies = re.findall(
+        r"^Epoch \d+ \| Validation loss: .* Accuracy: (\S+)$", output, re.MULTILINE
+    )
+    best = max(accuracies, key=float)
+    expected = f"Best validation loss: -{best}\\d* in epoch {accuracies.index(best)}$"
+    assert re.search(expected, output, re.MULTILINE), output
+
+
 def test_a_rank_without_a_step_of_validation():
     """With one sample rank 1 has none, which does no harm, but for DDP's own forward pass."""
     one = (SPLIT, "[299, 1]")
@@ -649,7 +659,7 @@ def test_the_program_uses_the_best_model():
     Path("program.py").write_text(program)
     output = run(python("program.py"), PYTHONPATH=str(ROOT))
     model = build_model()
-    model.load_state_dict(torch.load("snapshot-best.pt", weights_only=True))
+    model.load_state_dict(torch.load("short-best.pt", weights_only=True))
     images, labels = (each[:8] for each in make_images(2501))
     expected = model.eval()(images).argmax(dim=1).tolist(), labels.tolist()
     assert re.findall(r"\[.*\]", output) == list(map(str, expected))
