@@ -216,15 +216,21 @@ def test_too_little_shared_memory_ends_in_an_error():
 # Augmentation
 
 ALL_KINDS = "Draws(('torch', 'numpy', 'random', 'own'), images, labels)"
-NOT_KEPT = ('        "persistent_workers": args.workers > 0,  # kept for the next epoch\n', "")
+KEPT = "DataLoader(train_set, sampler=sampler, **options)"
+NEW = (KEPT, KEPT.replace("**options", '**options | {"persistent_workers": False}'))
 
 
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_comes_again_after_a_resume(number, workers):
     changes = mine(Draws, ALL_KINDS) if number else []
-    script = recipe("Augmentation", *changes, KEEP, FORK, NOT_KEPT, number=number)
+    script = recipe("Augmentation", *changes, KEEP, FORK, NEW, number=number)
     resumed_is_unbroken(script, "--workers", workers)
+
+
+def test_new_workers_in_each_epoch_draw_the_same_after_a_resume():
+    script = recipe("Augmentation", *mine(Draws, ALL_KINDS), KEEP, FORK, number=2)
+    resumed_is_unbroken(script, "--workers", 2)
 
 
 def test_validation_images_are_not_augmented(plain):
@@ -599,6 +605,26 @@ def loss_of(path):
     images, labels = held_out()
     with torch.no_grad():
         return F.cross_entropy(model.eval()(images), labels).item()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_f1_and_iou_are_those_of_the_whole_set(nproc):
+    output = ranks(recipe("A validation loss"), 3, 3, nproc=nproc)
+    shown = re.findall(r"F1: (\S+) \| Mean IoU: (\S+)$", output, re.MULTILINE)
+    model = build_model()
+    saved = torch.load("snapshot.pt", weights_only=True)["average"]
+    model.load_state_dict({name[7:]: each for name, each in saved.items() if "module." in name})
+    images, labels = held_out()
+    with torch.no_grad():
+        predicted = model.eval()(images).argmax(dim=1)
+    f1, iou = [], []
+    for each in range(4):
+        both = ((labels == each) & (predicted == each)).sum()
+        either = ((labels == each) | (predicted == each)).sum()
+        f1.append(2 * both / (both + either))
+        iou.append(both / either)
+    found = tuple(f"{sum(scores) / 4:.4f}" for scores in (f1, iou))
+    assert shown[-1] == found
 
 
 def test_the_best_model_is_that_of_the_best_epoch():
