@@ -8,8 +8,8 @@ On two machines, with the address of one of them:
 With the best model that there is:
   python train_translation.py --translate "The girl sees the dog."
 
-A dataset is `default`, a file of pairs (TSV with a line of names, JSON lines or parquet, with the
-languages as columns), or one of the Hugging Face hub, such as Helsinki-NLP/opus_books.
+A dataset is `default`, a file of pairs (JSON or parquet with the languages as columns, or TSV or
+CSV with their names in the first line), or one of the hub, such as Helsinki-NLP/opus_books.
 """
 
 import hashlib

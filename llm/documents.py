@@ -4,16 +4,13 @@ A document is an iterable of strings, so that of a long one only a part has to b
 file is one document, and so is each row of anything else: the text in one of its columns.
 """
 
-import csv
 import itertools
-import json
 import os
 import re
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from training.texts import PACKED, open_file
+from training.rows import READERS, kind_of, naming, open_file
 
 # Names that the hub's library gives to a split that is not trained on, between such separators.
 HELD_OUT = "test|testing|eval|evaluation|valid|validation|val|dev"
@@ -198,22 +195,6 @@ def has_text(value) -> bool:
     return isinstance(value, str) or isinstance(value, dict | list) and any(map(has_text, parts))
 
 
-def kind_of(file: Path) -> str:
-    """A kind that READERS has, or "plain text"."""
-    name = Path(file.name.lower())
-    suffix = Path(name.stem).suffix if name.suffix in PACKED else name.suffix
-    return KINDS.get(suffix, "plain text")
-
-
-@contextmanager
-def naming(source):
-    """Begin the message of every error with the file, or whatever it comes from."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"{source}: {error or type(error).__name__}") from error
-
-
 def read_text(file: Path):
     """Yield a plain file piece by piece."""
     with naming(file), open_file(file, "rt", encoding="utf-8") as stream:
@@ -223,86 +204,8 @@ def read_text(file: Path):
             yield piece
 
 
-def read_json(file: Path, column: str | None):
-    """Yield the rows of JSON lines, one by one, or those of one JSON array, all in memory.
-
-    A row that is only a string is the text itself.
-    """
-    for number, row in enumerate(parse_json(file), 1):
-        if not isinstance(row, dict | str):
-            raise ValueError(f"row {number} is of type {type(row).__name__}, not an object")
-        yield {"text": row} if isinstance(row, str) else row
-
-
-def parse_json(file: Path):
-    """Yield the value in each line, or all there are in the one value of the file."""
-    is_lines = False
-    with open_file(file, "rt", encoding="utf-8-sig", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                if is_lines:
-                    raise ValueError(f"line {number}, letter {error.colno}: {error.msg}") from None
-                break
-            is_lines = is_lines or not isinstance(row, list)
-            if not is_lines:
-                break
-            yield row
-        else:
-            return
-    with open_file(file, "rt", encoding="utf-8-sig") as stream:
-        rows = json.load(stream)
-    yield from rows if isinstance(rows, list) else [rows]
-
-
-def read_csv(file: Path, column: str | None):
-    """Yield the rows of a table whose first line names the columns."""
-    csv.field_size_limit(2**31 - 1)  # a text may be long
-    delimiter = "\t" if ".tsv" in file.name.lower() else ","
-    with open_file(file, "rt", encoding="utf-8-sig", newline="") as lines:
-        for number, row in enumerate(csv.DictReader(lines, delimiter=delimiter, strict=True), 1):
-            if None in row:
-                raise ValueError(f"row {number} has more fields than the first line has names")
-            yield row
-
-
-def read_parquet(file: Path, column: str | None):
-    import pyarrow.parquet
-
-    options = {"pre_buffer": False, "buffer_size": 2**20}  # or a whole column is in memory
-    with pyarrow.parquet.ParquetFile(file, **options) as table:
-        for batch in table.iter_batches(100, columns=None if column is None else [column]):
-            yield from batch.to_pylist()
-
-
-def read_arrow(file: Path, column: str | None):
-    """Yield the rows of a file that the hub's library, or pyarrow, saved."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as source:
-        if source.read(6) == b"ARROW1":  # a file with an index, or else a stream
-            table = pyarrow.ipc.open_file(source)
-            batches = map(table.get_batch, range(table.num_record_batches))
-        else:
-            source.seek(0)
-            batches = pyarrow.ipc.open_stream(source)
-        for batch in batches:
-            batch = batch.select([column]) if column in batch.schema.names else batch
-            for start in range(0, len(batch), 100):
-                yield from batch.slice(start, 100).to_pylist()
-
-
 def read_dataset(dataset, column: str | None):
     """Yield the rows of a dataset of the hub, its pictures and sounds as they are stored."""
     dataset = dataset if column is None else dataset.select_columns([column])
     for batch in dataset.with_format("arrow").iter(100):
         yield from batch.to_pylist()
-
-
-# In a folder the first kind that is there is read.
-READERS = {"parquet": read_parquet, "arrow": read_arrow, "JSON": read_json, "CSV": read_csv}
-KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "CSV", ".tsv": "CSV"}
-KINDS |= dict.fromkeys((".json", ".jsonl", ".ndjson", ".jsonlines"), "JSON")

@@ -24,11 +24,16 @@ def make_gradients(optimizer: torch.optim.Optimizer):
 
 
 def make_optimizer_state(optimizer: torch.optim.Optimizer):
-    """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it."""
+    """Take a step of nothing, so that the optimizer has its state: a snapshot goes into it.
+
+    The state is zero afterwards, as of Adam, AdamW, and SGD without dampening before a first step.
+    """
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     make_gradients(optimizer)
     optimizer.step()
     optimizer.zero_grad()
     for state in optimizer.state.values():
-        state["step"].zero_()
+        for value in state.values():  # a step has been counted, and weight decay is a gradient too
+            if torch.is_tensor(value):
+                value.zero_()

@@ -1,18 +1,16 @@
 """Sentence pairs: where they come from, and which are held out."""
 
-import csv
 import hashlib
-import json
 from pathlib import Path
 
-from training.texts import open_file
+from training.rows import READERS, kind_of
 from translation.grammar import default_pairs
 
 
 def read_pairs(name: str, source: str, target: str) -> list[tuple[str, str]]:
     """All pairs of the dataset `name` in the two languages, each once, in their order.
 
-    `name` is default, a local file (TSV, JSON lines, parquet) or a dataset of the hub. A ValueError
+    `name` is default, a local file (TSV, CSV, JSON, parquet) or a dataset of the hub. A ValueError
     names the row of what is no pair of texts.
     """
     if name == "default":
@@ -21,11 +19,10 @@ def read_pairs(name: str, source: str, target: str) -> list[tuple[str, str]]:
         pairs = default_pairs()
         return pairs if source == "en" else [(second, first) for first, second in pairs]
     path = Path(name)
-    readers = {".tsv": read_tsv, ".jsonl": read_json, ".json": read_json, ".parquet": read_parquet}
     if path.is_file():
-        if path.suffix.lower() not in readers:
-            raise ValueError(f"{name} is none of {', '.join(readers)}")
-        rows = readers[path.suffix.lower()](path)
+        if kind_of(path) not in READERS:
+            raise ValueError(f"{name} is none of {', '.join(READERS)}, by the end of its name")
+        rows = READERS[kind_of(path)](path, None)
     elif path.exists():
         raise ValueError(f"{name} is a folder: name a file")
     else:
@@ -38,39 +35,14 @@ def read_pairs(name: str, source: str, target: str) -> list[tuple[str, str]]:
                 kind = type(row.get(language)).__name__
                 has = f"of type {kind}, not a text" if language in row else "not there"
                 names = ", ".join(map(str, row))
-                raise ValueError(f"row {number} of {name}: {language!r} is {has} (it has {names})")
+                raise ValueError(f"row {number}: {language!r} is {has} (it has {names})")
         found[row[source].strip(), row[target].strip()] = None
     found.pop(("", ""), None)
     return list(found)
 
 
-def read_tsv(path: Path):
-    """Rows of a file whose first line names its columns by their languages."""
-    with open_file(path, "rt", encoding="utf-8-sig", newline="") as file:
-        yield from csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
-def read_json(path: Path):
-    with open_file(path, "rt", encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}: line {number}: {error}") from error
-            if not isinstance(row, dict):
-                raise ValueError(f"{path}: line {number} is no object")
-            yield row
-
-
-def read_parquet(path: Path):
-    import pyarrow.parquet  # only here: it takes time, and most runs need none
-
-    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1024):
-        yield from batch.to_pylist()
-
-
 def read_hub(name: str, source: str, target: str):
-    from datasets import load_dataset  # only here, for the same reason
+    from datasets import load_dataset  # it takes time, and most runs need none
 
     try:
         return load_dataset(name, f"{source}-{target}", split="train")

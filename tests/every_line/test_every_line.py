@@ -51,7 +51,7 @@ CLAIMS = {
     "if all ranks dropped the same neurons": "dropout equal on ranks",
     "each rank prints the loss of its own share": "loss is that of one rank",
     "Without the guard, every rank would write the same": "two writers of one file",
-    "names of DDP's own weights begin with `module.`": "keys with module",
+    "the names of DDP's weights begin with `module.`": "keys with module",
     "destroyed while the DDP model still exists": "DDP outlives its group",
     "`require_torchrun`** ends the script with the command": "without torchrun no cure is told",
     "The other ranks wait for it in their next collective": "still waiting after the timeout",

@@ -265,13 +265,25 @@ def test_json_that_is_no_lines(tmp_path):
 
 def test_csv(tmp_path):
     texts = ['a "quoted", text', "two\nlines", "x" * 200_000, ""]
-    for name, delimiter in (("a.csv", ","), ("a.TSV", "\t")):
-        with open(name, "w", newline="") as file:
-            csv.writer(file, delimiter=delimiter).writerows([["id", "text"], *enumerate(texts)])
-        assert read(name)[:2] == (texts, "column 'text'")
+    with open("a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["id", "text"], *enumerate(texts)])
+    assert read("a.csv")[:2] == (texts, "column 'text'")
     Path("bad.csv").write_text("id,text\n1,a,b\n")
-    with pytest.raises(ValueError, match="bad.csv: row 1 has more fields than the first line"):
+    with pytest.raises(ValueError, match="bad.csv: row 1 has 3 fields, and the first line 2"):
         read("bad.csv")
+
+
+def test_in_tsv_a_line_is_a_row_and_a_quote_is_a_letter():
+    """But for what spreadsheets and pandas quote, because it contains quotes."""
+    texts = ['"begins', 'ends"', '"all of it"', 'a "b" c', "007", 'a "quoted" one', '"', '""', ""]
+    quoted = {'a "quoted" one': '"a ""quoted"" one"'}
+    lines = ["id\ttext", *(f"{i}\t{quoted.get(text, text)}" for i, text in enumerate(texts))]
+    for name, end in (("a.TSV", "\n"), ("b.tsv", "\r\n")):
+        Path(name).write_bytes(end.join([*lines, ""]).encode())
+        assert read(name)[:2] == (texts, "column 'text'")
+    Path("bad.tsv").write_text('id\ttext\n1\t"two\nlines"\n')
+    with pytest.raises(ValueError, match="bad.tsv: row 2 has 1 fields, and the first line 2"):
+        read("bad.tsv")
 
 
 @pytest.mark.parametrize("name", ["v [1]", "*.jsonl", "a?b", "{x}", "ü::1"])

@@ -1,5 +1,6 @@
 """Sentence pairs to batches: what is read, held out, and how batches are made."""
 
+import csv
 import json
 import os
 from pathlib import Path
@@ -34,12 +35,14 @@ def test_files_of_pairs_are_read_alike():
     rows = [{"en": a, "it": b} for a, b in PAIRS]
     Path("p.tsv").write_text("en\tit\n" + "".join(f"{a}\t{b}\n" for a, b in PAIRS))
     Path("excel.tsv").write_bytes(b"\xef\xbb\xbf" + Path("p.tsv").read_bytes())
+    with open("p.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("en", "it"), *PAIRS])
     Path("p.jsonl").write_text("\n".join(map(json.dumps, rows + rows[:3])))
     Path("hub.json").write_text(
         "\n".join(json.dumps({"id": 1, "translation": row}) for row in rows)
     )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "p.parquet")
-    for name in "p.tsv", "excel.tsv", "p.jsonl", "hub.json", "p.parquet":
+    for name in "p.tsv", "excel.tsv", "p.csv", "p.jsonl", "hub.json", "p.parquet":
         assert read_pairs(name, "en", "it") == PAIRS
     assert read_pairs("p.tsv", "it", "en") == [(b, a) for a, b in PAIRS]
 
@@ -47,15 +50,18 @@ def test_files_of_pairs_are_read_alike():
 def test_what_is_no_pair_is_told():
     """By row and language; a kind of file that is not known, by those that are."""
     Path("p.jsonl").write_text('{"en": "a", "it": "b"}\n{"en": "a", "it": 3}')
-    with pytest.raises(ValueError, match="row 2 of p.jsonl: 'it' is of type int, not a text"):
+    with pytest.raises(ValueError, match="row 2: 'it' is of type int, not a text"):
         read_pairs("p.jsonl", "en", "it")
-    with pytest.raises(ValueError, match=r"row 1 of p.jsonl: 'de' is not there \(it has en, it\)"):
+    with pytest.raises(ValueError, match=r"row 1: 'de' is not there \(it has en, it\)"):
         read_pairs("p.jsonl", "en", "de")
     Path("p.jsonl").write_text('{"en": "a"')
-    with pytest.raises(ValueError, match="p.jsonl: line 1: "):
+    with pytest.raises(ValueError, match="line 1 column 11"):
         read_pairs("p.jsonl", "en", "it")
+    Path("p.tsv").write_text("en\tit\na\tb\tc\n")
+    with pytest.raises(ValueError, match="row 1 has 3 fields, and the first line 2"):
+        read_pairs("p.tsv", "en", "it")
     Path("p.txt").write_text("a")
-    with pytest.raises(ValueError, match="p.txt is none of .tsv"):
+    with pytest.raises(ValueError, match="p.txt is none of parquet, arrow, JSON"):
         read_pairs("p.txt", "en", "it")
     with pytest.raises(ValueError, match="the default pairs are of en and it"):
         read_pairs("default", "en", "de")
