@@ -63,6 +63,7 @@ class Trainer:
         self.optimizer = optimizer
         self.device = device
         self.args = args
+        self.snapshot_path = args.snapshot_path
         self.epochs_run = 0
         self.best_loss, self.best_epoch = math.inf, -1
         self.job_id = plumbing.all_new_job_id()  # rank 0 makes it up, all ranks have it
@@ -140,7 +141,7 @@ class Trainer:
         self.best_loss, self.best_epoch = loss, epoch
         if self.rank == 0:
             # Named after the snapshot, whose lock keeps other jobs away from both files.
-            path = f"{self.args.snapshot_path.removesuffix('.pt')}-best.pt"
+            path = f"{self.snapshot_path.removesuffix('.pt')}-best.pt"
             plumbing.save_atomically(self.average.module.state_dict(), path)
 
     def _save_snapshot(self):
@@ -160,11 +161,11 @@ class Trainer:
             "optimizer_class": type(self.optimizer).__name__,
             "sizes": (self.train_data.batch_size, dist.get_world_size()),
         }
-        plumbing.save_atomically(snapshot, self.args.snapshot_path)
-        print(f"Epoch {self.epochs_run - 1} | Training snapshot saved at {self.args.snapshot_path}")
+        plumbing.save_atomically(snapshot, self.snapshot_path)
+        print(f"Epoch {self.epochs_run - 1} | Training snapshot saved at {self.snapshot_path}")
 
     def _load_snapshot(self):
-        snapshot = plumbing.all_read_snapshot(self.args.snapshot_path, self.model, self.optimizer)
+        snapshot = plumbing.all_read_snapshot(self.snapshot_path, self.model, self.optimizer)
         plumbing.all_exit_if_disks_differ(snapshot)  # all ranks must resume from the same snapshot
         if snapshot is not None:  # there is a file
             self._resume(snapshot)

@@ -8,12 +8,12 @@ import random
 import re
 from pathlib import Path
 
+import lesson
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from launch import CLASSIFIER, ROOT, edited, quickly
-from lesson import show
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -112,10 +112,16 @@ def test_each_difference_applies(heading, number):
 
 
 def test_the_lines_for_machines_with_disks_of_their_own_apply(capsys):
-    show("multigpu_torchrun.py", "multinode.py", "Trainer._load_snapshot")
+    lesson.show("multigpu_torchrun.py", "multinode.py", "Trainer._load_snapshot")
     diff = capsys.readouterr().out.removeprefix("```diff\n").removesuffix("```\n")
-    added_and_removed = "".join(line for line in diff.splitlines(True) if line[0] in "+-")
-    compile(applied(added_and_removed, Path(CLASSIFIER).read_text()), "script.py", "exec")
+    compile(applied(diff, Path(CLASSIFIER).read_text()), "script.py", "exec")
+
+
+def test_the_page_shows_all_of_the_example():
+    calls = re.findall(r"cog (?:show|code)\((.*?)\) \]\]\]", PAGE)
+    shown = set(re.findall(r"[\w.]+", " ".join(call for call in calls if "classifier.py" in call)))
+    own = set(lesson.changed("multigpu_torchrun.py", "classifier.py"))
+    assert own - shown == {"imports", "make_images", "build_model"}  # the data and model are toys
 
 
 def test_a_difference_that_does_not_fit_is_noticed():

@@ -32,8 +32,8 @@ from torch.utils.data import DataLoader
 
 from classifier import build_model, make_images
 
-SAVE = "plumbing.save_atomically(snapshot, self.args.snapshot_path)"
-KEEP = (SAVE, f'{SAVE}\n        os.link(self.args.snapshot_path, f"epoch-{{self.epochs_run}}.pt")')
+SAVE = "plumbing.save_atomically(snapshot, self.snapshot_path)"
+KEEP = (SAVE, f'{SAVE}\n        os.link(self.snapshot_path, f"epoch-{{self.epochs_run}}.pt")')
 COUNT = "                totals[1] += samples\n"
 NUMBERS = "*(images[:, 0, 0, 0] * 4096).int().tolist()"
 SEEN = f"{COUNT}                for images, _ in batches:\n" + (
