@@ -39,9 +39,15 @@ NUMBERS = "*(images[:, 0, 0, 0] * 4096).int().tolist()"
 SEEN = f"{COUNT}                for images, _ in batches:\n" + (
     f"                    print('Seen', self.rank, epoch, {NUMBERS})\n"
 )
-# As under torchrun on Linux. Here workers would be started as the ranks are, which takes seconds.
 WORKERS = '        "num_workers": args.workers,'
-FORK = (WORKERS, '        "multiprocessing_context": "fork" if args.workers else None,\n' + WORKERS)
+TRAIN, EVAL = "        self.model.train()  #", "        model.eval()\n"
+FORK = [
+    # As under torchrun on Linux. Here workers would start as the ranks do, which takes seconds.
+    (WORKERS, f'        "multiprocessing_context": "fork" if args.workers else None,\n{WORKERS}'),
+    # Python before 3.11.10 can hang in a fork while a thread of the last loader ends.
+    (TRAIN, f"        __import__('time').sleep(0.3)\n{TRAIN}"),
+    (EVAL, f"        __import__('time').sleep(0.3)\n{EVAL}"),
+]
 ADAM, SGD = (
     "torch.optim.Adam(model.parameters(), lr=args.lr)",
     "torch.optim.SGD(model.parameters(), lr=args.lr)",
@@ -224,12 +230,12 @@ NEW = (KEPT, KEPT.replace("**options", '**options | {"persistent_workers": False
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_comes_again_after_a_resume(number, workers):
     changes = mine(Draws, ALL_KINDS) if number else []
-    script = recipe("Augmentation", *changes, KEEP, FORK, NEW, number=number)
+    script = recipe("Augmentation", *changes, KEEP, *FORK, NEW, number=number)
     resumed_is_unbroken(script, "--workers", workers)
 
 
 def test_new_workers_in_each_epoch_draw_the_same_after_a_resume():
-    script = recipe("Augmentation", *mine(Draws, ALL_KINDS), KEEP, FORK, number=2)
+    script = recipe("Augmentation", *mine(Draws, ALL_KINDS), KEEP, *FORK, number=2)
     resumed_is_unbroken(script, "--workers", 2)
 
 
@@ -325,7 +331,7 @@ def files(count):
 
 @pytest.mark.parametrize("workers, count", [(0, 241), (2, 240)])
 def test_a_stream(workers, count):
-    script = recipe(STREAM, *files(count), FORK, (COUNT, SEEN), KEEP)
+    script = recipe(STREAM, *files(count), *FORK, (COUNT, SEEN), KEEP)
     output = resumed_is_unbroken(script, "--workers", workers)
     assert "Steps: 6 | " in output and "Warning" not in output
     epochs = batches(output)
