@@ -98,13 +98,13 @@ def mpirun(*command):
     if not shutil.which("mpirun"):
         pytest.skip("needs Open MPI")
     alone = ["--allow-run-as-root", "--oversubscribe", "--mca", "plm", "isolated"]
-    return ["timeout", "-k", "5", "60", "mpirun", *alone, "-n", "2", *map(str, command)]
+    return ["timeout", "-k", "5", "120", "mpirun", *alone, "-n", "2", *map(str, command)]
 
 
 @pytest.mark.parametrize("script", [SINGLE, MULTINODE, CHECK, LLM])
 def test_open_mpi_alone_is_refused_once(tmp_path, script):
     """Two processes of one machine: the first says why, and mpirun ends the other."""
-    output = run(mpirun(*python(script)), 30, 2)
+    output = run(mpirun(*python(script)), 120, 2)
     (line,) = re.findall("^ERROR: .*", output, re.MULTILINE)
     assert "OMPI_COMM_WORLD_SIZE=2" in line and "Traceback" not in output
     assert not list(launch.Path().rglob("*.pt"))
