@@ -102,7 +102,7 @@ def test_preload(tmp_path):
 BAD = {
     "heads": (["--heads", 3], "d-model: a multiple of 2 and of heads"),
     "data": (["--dataset", "no.tsv"], "dataset no.tsv: "),
-    "language": (["--lang-tgt", "de"], r"dataset pairs.tsv: row 1 of pairs.tsv: 'de' is not there"),
+    "language": (["--lang-tgt", "de"], r"dataset pairs.tsv: row 1: 'de' is not there"),
     "smoothing": (["--label-smoothing", 1], "label-smoothing: from 0 to 1"),
     "word": (["--layers", "x"], "layers: invalid int value"),
     "preload": (["--preload", "x"], "argument --preload: give latest, none or the number"),
