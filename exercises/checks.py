@@ -208,7 +208,7 @@ def error_not_told_in_one_line(run):
 
 
 @seen_by(typed)
-def without_torchrun_no_cure_is_told(run):
+def without_torchrun_no_command_is_printed(run):
     if "Start with: torchrun" not in run.output:
         return f"the last line is {run.output.splitlines()[-1]}"
 
@@ -387,7 +387,7 @@ MAY_CRASH = {
     ends_in_an_error,
     the_command_ends_in_an_error,
     error_not_told_in_one_line,
-    without_torchrun_no_cure_is_told,
+    without_torchrun_no_command_is_printed,
     a_different_optimizer_resumes,
     a_full_disk_harmed_the_last_snapshot,
     ranks_are_at_other_epochs,

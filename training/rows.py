@@ -1,4 +1,4 @@
-"""One reader for the rows of a file: JSON, CSV, TSV, parquet, arrow or text, packed or not.
+"""One reader for the rows of a file: JSON, CSV, TSV, parquet or arrow, packed or not.
 
 `READERS` has a function for each kind, of a file and a column. It yields rows as dicts, all columns
 if the column is None, and holds only a part of the file in memory (of one JSON array, all). An

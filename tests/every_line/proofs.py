@@ -329,7 +329,7 @@ PROOFS += [
         "plumbing.require_torchrun()",
         "",
         "plain `python` ends with the command to type",
-        checks.without_torchrun_no_cure_is_told,
+        checks.without_torchrun_no_command_is_printed,
         "KeyError: 'LOCAL_RANK'",
     ),
     by_torchrun(

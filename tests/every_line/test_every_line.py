@@ -53,7 +53,7 @@ CLAIMS = {
     "Without the guard, every rank would write the same": "two writers of one file",
     "the names of DDP's weights begin with `module.`": "keys with module",
     "destroyed while the DDP model still exists": "DDP outlives its group",
-    "`require_torchrun`** ends the script with the command": "without torchrun no cure is told",
+    "ends the script with the command to type": "without torchrun no command is printed",
     "The other ranks wait for it in their next collective": "still waiting after the timeout",
     "the report contains only an exit status": "traceback not in the report of torchrun",
     "Without the state a resumed run continues": "optimizer state lost",

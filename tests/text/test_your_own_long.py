@@ -28,7 +28,7 @@ from test_your_own import (
     weights,
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from classifier import build_model, make_images
 
@@ -280,26 +280,17 @@ def test_the_same_batches_by_a_batch_sampler(plain):
     assert "Global batch size: 80" in output and "Batchsize: 20 | Steps: 6 |" in output
 
 
-class Numbered(torch.utils.data.Dataset):
-    """The first pixel is the number of the sample."""
-
-    def __init__(self, images, labels):
-        self.images, self.labels = images, labels
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        image = self.images[index].clone()
-        image[0, 0, 0] = index / 4096
-        return image, self.labels[index]
+def numbered(images, labels):
+    """A dataset in which the first pixel is the number of the sample."""
+    images[:, 0, 0, 0] = torch.arange(len(images)) / 4096
+    return TensorDataset(images, labels)
 
 
 def test_samples_with_weights():
     """Only the first half has one. Each rank draws others than the other one, in each epoch."""
     weights = ("torch.ones(len(train_set))", "(torch.tensor(train_set.indices) < 150).float()")
-    numbered = mine(Numbered, "Numbered(images, labels)")
-    script = recipe(OF_A_SAMPLER, *numbered, weights, (COUNT, SEEN), KEEP, number=1)
+    changes = mine(numbered, "numbered(images, labels)")
+    script = recipe(OF_A_SAMPLER, *changes, weights, (COUNT, SEEN), KEEP, number=1)
     epochs = batches(resumed_is_unbroken(script))
     shares = [str(epochs[epoch][rank]) for epoch in (0, 1) for rank in (0, 1)]
     assert len(set(shares)) == 4
